@@ -320,9 +320,7 @@ def test_layers_that_are_cut_take_their_entries_with_them(
         assert config["no_rope_layers"] == [1, 0, 1]
         EXPORTS["apr"](model, tmp_path / "a.apr")
         assert load(tmp_path / "a.apr").spec == cut.spec
-        with pytest.raises(
-            UserError, match=r"than every 4th.*smollm3.*Export --format=hf"
-        ):
+        with pytest.raises(UserError, match=r"than every 4th.*smollm3.*Export --format=hf"):
             EXPORTS["gguf"](model, tmp_path / "a.gguf")
     assert again.spec.layers == tuple(source.spec.layers[i] for i in kept)
     assert_same(again.params, model.params)

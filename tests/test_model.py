@@ -86,7 +86,7 @@ def test_logits_of_lists_are_those_of_arrays(student):
     ("tokens", "message"),
     [
         ([1, 2], r"shape \(2,\).*a single row in brackets"),
-        ([[1, 2], [3]], "the rows equally long"),
+        ([[1, 2], [3]], "rows of equal length"),
         ([[0.5]], "whole numbers"),
         ([[1, -1]], "ids from -1 to 1; expected 0 to 319"),
         ([[10**6]], "ids from 1000000 to 1000000"),
@@ -123,7 +123,7 @@ def test_a_module_of_ones_own(student):
     told = Model.from_module(module, student.tokenizer)
     assert told.tokenizer is student.tokenizer and told.real_vocab == 7
     counting = _Bigram(7, 3, nnx.Rngs(0), steps=nnx.Variable(jnp.zeros(2)))
-    with pytest.raises(UserError, match=r"_Bigram holds 1 arrays that are no nnx\.Param"):
+    with pytest.raises(UserError, match=r"_Bigram has 1 arrays that are not an nnx\.Param"):
         Model.from_module(counting)
 
 

@@ -1,6 +1,6 @@
-"""Adapters of a frozen base: which matrices have one, how they begin, and the files they lie in.
+"""Adapters of a frozen base: which matrices have one, their initial values, and their files.
 
-Low-rank ones (LoRA: Hu et al. 2021, arXiv:2106.09685), as PEFT trains and saves them: a change
+They are low-rank (LoRA: Hu et al. 2021, arXiv:2106.09685), as in PEFT: a change
 alpha / rank * B A of a matrix W `[out, in]`, A `[rank, in]` and B `[out, rank]`.
 """
 
@@ -52,7 +52,7 @@ class Lora:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Record for a saved step, as JSON; `of_record` undoes it."""
+        """The record in a saved step, as JSON values; `of_record` reads it."""
         targets = ["/".join(path) for path in self.targets]
         return {"rank": self.rank, "alpha": self.alpha, "targets": targets}
 
@@ -81,7 +81,7 @@ def _list_adapted(params: Params) -> Iterator[tuple[Key, Adapted]]:
 
 @functools.lru_cache(maxsize=8)
 def list_matrices(spec: ArchSpec) -> dict[Key, tuple[int, ...]]:
-    """The matrices of the layers, by path, and their shapes `[L, out, in]`; routers apart."""
+    """The matrices of the layers by path, without routers, and their shapes `[L, out, in]`."""
     shapes: dict[Key, Any] = flatten_dict(functional(spec, Compute())[1])
     return {
         path: leaf.shape
@@ -91,12 +91,12 @@ def list_matrices(spec: ArchSpec) -> dict[Key, tuple[int, ...]]:
 
 
 def module_name(path: Key, spec: ArchSpec) -> str:
-    """A matrix as PEFT calls it within its layer: `self_attn.q_proj`."""
+    """PEFT's name of a matrix within its layer: `self_attn.q_proj`."""
     return names.name_of(path, spec).hf.removesuffix(".weight").partition("{i}.")[2]
 
 
 def _name_target(path: Key, spec: ArchSpec) -> tuple[str, ...]:
-    """All that a matrix may be called: as PEFT has it, as GGUF, and as a path of ours."""
+    """All names of a matrix: PEFT's, GGUF's, and our path."""
     gguf = names.name_of(path, spec).gguf.removesuffix(".weight").partition("{i}.")[2]
     module, ours = module_name(path, spec), "/".join(path[1:]).removesuffix("/weight")
     return module.rpartition(".")[2], gguf, module, ours, ours.rpartition("/")[2]
@@ -105,28 +105,26 @@ def _name_target(path: Key, spec: ArchSpec) -> tuple[str, ...]:
 def choose_lora(
     spec: ArchSpec, rank: int = DEFAULT_RANK, alpha: float = DEFAULT_ALPHA, targets: str = ""
 ) -> Lora:
-    """Adapters of the matrices that `targets` names, separated by commas; "": of all of the layers.
+    """Adapters of the matrices that `targets` names, separated by commas; "": of all in the layers.
 
-    Names are those of PEFT (`q_proj`) and of GGUF (`attn_q`). Raises `UserError` for unknown ones,
-    for a rank that a matrix does not have, and for models of experts, fused matrices or delta
-    layers.
+    Names are PEFT's (`q_proj`) or GGUF's (`attn_q`). Raises `UserError` for unknown names, for a
+    rank above a matrix's, and for models with experts, fused matrices or delta layers.
     """
     if spec.delta_value_heads:
         raise UserError(
             f"found a {spec.family} model to adapt; expected one without delta layers, whose heads "
-            "formats order differently. Train it whole (student.lora.rank 0)."
+            "formats order differently. Train all of it (student.lora.rank 0)."
         )
     if spec.experts:
         raise UserError(
             f"found a {spec.family} model of {spec.experts} experts to adapt; expected one without "
-            "experts, whose matrices are products of their own. Train it whole (student.lora.rank "
-            "0)."
+            "experts, whose matrices are routed. Train all of it (student.lora.rank 0)."
         )
     if FAMILIES[spec.family].fused:
         raise UserError(
             f"found a {spec.family} model to adapt, whose files keep q, k and v as one matrix; "
-            "expected one of which each matrix has a name of its own, as adapters have. Train it "
-            "whole (student.lora.rank 0)."
+            "expected one whose matrices have separate names, as adapters do. Train all of it "
+            "(student.lora.rank 0)."
         )
     known = {path: _name_target(path, spec) for path in list_matrices(spec)}
     words = [word.strip() for word in targets.split(",") if word.strip()]
@@ -167,7 +165,7 @@ def _refuse_target(word: str, known: Mapping[Key, tuple[str, ...]]) -> None:
 def draw_adapters(lora: Lora, spec: ArchSpec, seed: int) -> Params:
     """A seeded, B zero: float32 arrays as a nested dict, `{..., "weight": {"a": A, "b": B}}`.
 
-    A is uniform within 1 / sqrt(in), as PEFT draws it; every matrix has a stream of its own.
+    A is uniform within 1 / sqrt(in), as in PEFT; each matrix has its random stream.
     """
     drawn: dict[Key, Array] = {}
     for path in lora.targets:
@@ -185,7 +183,7 @@ def shape_adapters(lora: Lora, spec: ArchSpec) -> Params:
 
 
 def freeze_matrices(params: Params, spec: ArchSpec, scale: float) -> Params:
-    """The parameters with every matrix of the layers frozen, and none adapted yet."""
+    """The parameters with every matrix of the layers frozen, without changes yet."""
     flat: dict[Key, Any] = flatten_dict(params)
     for path in list_matrices(spec):
         flat[path] = Adapted(flat[path], scale=scale)
@@ -193,7 +191,7 @@ def freeze_matrices(params: Params, spec: ArchSpec, scale: float) -> Params:
 
 
 def split_adapters(params: Params) -> tuple[Params, Params]:
-    """The frozen part of a model's parameters, and its adapters as `draw_adapters` has them."""
+    """The frozen part of a model's parameters, and its adapters, a tree as of `draw_adapters`."""
     flat: dict[Key, Any] = flatten_dict(params)
     adapters: dict[Key, Any] = {}
     for path, leaf in _list_adapted(params):
@@ -213,7 +211,7 @@ def join_adapters(frozen: Params, adapters: Params) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Adapters that lie on a disk: their header was read, and nothing else."""
+    """Adapters on a disk, of which only the header was read."""
 
     lora: Lora
     paths: tuple[Path, ...]  # of their files
@@ -256,8 +254,8 @@ _REFUSED = {  # what PEFT has and kdjax has not, and its plain value
     "arrow_config": None,
     "init_lora_weights": True,
 }
-# Starts of A and B alone. With others (pissa, olora, corda, loftq) PEFT changes the base whenever
-# it loads one: it takes what A and B began with out of it.
+# Initial values that involve A and B alone. With others (pissa, olora, corda, loftq) PEFT changes
+# the base when it loads an adapter: it subtracts the initial B A.
 _PLAIN_STARTS = (True, "gaussian", "eva", "orthogonal")
 
 
@@ -320,7 +318,7 @@ def _read_rank(config: Mapping[str, Any], where: Path) -> tuple[int, float]:
 
 
 def _match_peft(table: PeftTable, spec: ArchSpec, rank: int) -> dict[Key, list[str]]:
-    """Matches each adapted matrix with the stems of its layers' tensors."""
+    """Maps each adapted matrix to the stems of its layers' tensors."""
     stored, known, problems = {}, set(), []
     for path, (layers, outer, inner) in list_matrices(spec).items():
         hf = PREFIX + names.name_of(path, spec).hf.removesuffix(".weight")
@@ -350,9 +348,9 @@ def _match_peft(table: PeftTable, spec: ArchSpec, rank: int) -> dict[Key, list[s
 
 
 class AdaptedTable(TensorTable):
-    """A base's table with the adapters added to it: adapted tensors are float32, others as stored.
+    """A base's table with adapters merged: adapted tensors are float32, others as stored.
 
-    `raw` merges a tensor when asked for it, in the file's own order of rows.
+    `raw` merges the tensor that it returns, in the file's order of rows.
     """
 
     def __init__(self, base: TensorTable, spec: ArchSpec, adapters: Adapters):

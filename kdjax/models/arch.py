@@ -1,7 +1,7 @@
 """Decoder architectures as plain numbers.
 
 One frozen `ArchSpec` describes all of `families.FAMILIES`; `schema` reads it from a checkpoint's
-header and writes it, `decoder.Decoder` builds it.
+header and writes it; `decoder.Decoder` builds it.
 Sources: the families' modeling files in Transformers.
 """
 
@@ -18,7 +18,7 @@ from kdjax.models.ropes import Rope, RopeScaling
 
 _gelu = functools.partial(jax.nn.gelu, approximate=False)
 _gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
-# What an MLP may apply to its gate, by Transformers' names (activations.py).
+# Activations of an MLP's gate, by Transformers' names (activations.py).
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
@@ -34,16 +34,16 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-# Where the layers of each kind lie in a tree of parameters, and whether they are delta nets; None:
-# no layers, but the block behind them that drafts.
+# Stacks of layers in a tree of parameters: true for delta nets, false for attention, None for the
+# next-token block, which is no layer.
 STACKS: dict[str, bool | None] = {"blocks": False, "deltas": True, "mtp": None}
 
 
 class Layer(NamedTuple):
     """Facts in which a layer may differ from its neighbours."""
 
-    rope: Rope | None  # None: it rotates nothing
-    window: int = 0  # positions that it sees, its own included; 0: all that came before
+    rope: Rope | None  # None: no rotation
+    window: int = 0  # positions that it sees, its own included; 0: all earlier ones
     delta: bool = False  # a gated delta net in place of attention
 
 
@@ -54,7 +54,7 @@ class ArchSpec:
     family: str
     vocab_size: int  # rows of the embedding, padding rows included
     hidden_size: int
-    layers: tuple[Layer, ...]  # windows, where there are any, are of one size
+    layers: tuple[Layer, ...]  # their windows, if any, have one size
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -65,38 +65,38 @@ class ArchSpec:
     qkv_bias: bool
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim of queries and keys, before rope (Qwen3)
-    qk_norm_whole: bool = False  # that norm is over all heads together (OLMo 2)
+    qk_norm_whole: bool = False  # this norm is over all heads together (OLMo 2)
     activation: str = "silu"  # a key of `ACTIVATIONS`
     norm_offset: bool = False  # norms multiply by 1 + weight
-    pre_norms: bool = True  # of what attention and MLP read
-    post_norms: bool = False  # of what they give, before it is added
+    pre_norms: bool = True  # of the inputs of attention and MLP
+    post_norms: bool = False  # of their outputs, before these are added
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what attention and MLP give, before it is added
+    residual_scale: float = 1.0  # of the outputs of attention and MLP, before these are added
     logit_scale: float = 1.0  # logits are divided by it
     attention_scale: float = 0.0  # of products of queries and keys; 0: head_dim ** -0.5
     # Queries are multiplied by 1 + this * log(1 + floor(position / growth_length)) (Ministral 3).
     query_growth: float = 0.0
     growth_length: int = 0
-    experts: int = 0  # MLPs in a layer, of which a router picks some a token; 0: one MLP for all
-    experts_used: int = 0  # of them a token
-    expert_size: int = 0  # width of one; `mlp_size` is then of no layer
-    norm_experts: bool = False  # the router's weights of the experts used are divided by their sum
-    shared_size: int = 0  # width of an MLP beside the experts that every token passes, by a gate
-    gated: bool = False  # what heads attend to is multiplied by sigmoid of a gate of their own
-    # Of families with delta layers (`models.delta`): heads of keys, heads of values, widths of
+    experts: int = 0  # MLPs in a layer, of which a router picks some for a token; 0: one MLP
+    experts_used: int = 0  # for a token
+    expert_size: int = 0  # width of an expert; no layer then has `mlp_size`
+    norm_experts: bool = False  # the router's weights of the used experts are divided by their sum
+    shared_size: int = 0  # width of a gated MLP that every token passes in addition to experts
+    gated: bool = False  # each head's output is multiplied by the sigmoid of a gate
+    # For families with delta layers (`models.delta`): numbers of key and value heads, widths of
     # both, and positions of the convolution.
     delta_key_heads: int = 0
     delta_value_heads: int = 0
     delta_key_dim: int = 0
     delta_value_dim: int = 0
     delta_kernel: int = 0
-    rope_sections: tuple[int, ...] = ()  # pairs by axis of an image's positions; a text has one
-    # 1: behind the layers is a block that drafts, of a token and the hidden state before it.
+    rope_sections: tuple[int, ...] = ()  # pairs for each axis of an image's positions
+    # 1: a next-token block follows the layers; it reads a token and the hidden state before it.
     drafts: int = 0
 
     @property
     def num_layers(self) -> int:
-        """Layers of the decoder."""
+        """Number of layers, without the next-token block."""
         return len(self.layers)
 
     @property
@@ -105,13 +105,13 @@ class ArchSpec:
         return self.attention_scale or self.head_dim**-0.5
 
     def places(self, *, delta: bool | None) -> tuple[int, ...]:
-        """The numbers of the layers of one kind, as of `STACKS`; the block counts behind them."""
+        """Indices of the layers of a kind in `STACKS`; the next-token block follows all layers."""
         if delta is None:
             return tuple(range(self.num_layers, self.num_layers + self.drafts))
         return tuple(i for i, layer in enumerate(self.layers) if layer.delta == delta)
 
     def period(self) -> tuple[bool, ...]:
-        """Kinds of as few layers, true for a delta net, as make all others by repeating."""
+        """The shortest sequence of kinds, true for a delta net, that repeats through all layers."""
         kinds = tuple(layer.delta for layer in self.layers)
         lengths = (n for n in range(1, len(kinds) + 1) if len(kinds) % n == 0)
         return next(kinds[:n] for n in lengths if kinds[:n] * (len(kinds) // n) == kinds)
@@ -123,22 +123,22 @@ class ArchSpec:
         return keys + self.delta_value_heads * self.delta_value_dim
 
     def windows(self) -> tuple[int, ...]:
-        """Window of each layer, 0 for one that sees all."""
+        """Window of each layer, 0 for full attention."""
         return tuple(layer.window for layer in self.layers)
 
     @property
     def window(self) -> int:
-        """Positions that the layers with a window see; 0 if there are none."""
+        """Positions that layers with a window see; 0 without such layers."""
         return max(self.windows())
 
     def ropes(self) -> tuple[Rope | None, ...]:
-        """The rotations that some layer has, each once."""
+        """The rotations of all layers, each once."""
         attention = (layer for layer in self.layers if not layer.delta)
         return tuple(dict.fromkeys(layer.rope for layer in attention))
 
     @property
     def rope(self) -> Rope | None:
-        """The rotation of the layers that see furthest; None if they rotate nothing."""
+        """The rotation of the layers that see furthest; None if nothing rotates."""
         reach = sorted(self.layers, key=lambda layer: (layer.rope is None, layer.window > 0))
         return reach[0].rope
 
@@ -154,12 +154,12 @@ class ArchSpec:
 
     @property
     def local_rope_theta(self) -> float:
-        """Theta of the layers with a window, where others have none; 0 without such layers."""
+        """Theta of the layers with a window; 0 without such layers."""
         near = next((x.rope for x in self.layers if x.window), None)
         return near.theta if near is not None else 0.0
 
     def replace_theta(self, theta: float) -> "ArchSpec":
-        """The same model with another theta in the layers whose rotation is `rope`."""
+        """This architecture with another theta in the layers whose rotation is `rope`."""
         rope = self.rope
         if rope is None:
             return self
@@ -169,14 +169,14 @@ class ArchSpec:
 
     @property
     def mlp_width(self) -> int:
-        """Units that a token passes through in a layer, of all experts used and the shared one."""
+        """Units of the MLPs that a token passes in a layer, the shared expert included."""
         used = self.experts_used * self.expert_size + self.shared_size
         return used if self.experts else self.mlp_size
 
     def forward_flops(self, seq_len: int) -> float:
-        """FLOP a token of one forward pass, causal attention and head included.
+        """FLOP for each token of a forward pass, causal attention and head included.
 
-        Of experts those used.
+        Only the used experts count.
         """
         d, hd = self.hidden_size, self.head_dim
         qo, kv = self.num_heads * hd, self.num_kv_heads * hd

@@ -35,8 +35,8 @@ def attend(
 ) -> Float[Array, "B T H D"]:
     """Softmax attention over earlier positions of the same segment, scaled by D^-1/2 or `scale`.
 
-    With a `window` only over its last positions, the query's own included; where `local` is given
-    only if that is true. `implementation` is "xla", or "cudnn" for half precision on an NVIDIA GPU.
+    A `window` limits it to the last positions, the query's own included; a given `local` says
+    whether it does. `implementation` is "xla", or "cudnn" for half precision on an NVIDIA GPU.
     `max_segments` bounds the segment ids of one row; cuDNN's packed kernel needs it to be static.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
@@ -66,7 +66,7 @@ def attend_cached(
     scale: float | None = None,
     window: int = 0,
 ) -> Float[Array, "B T H D"]:
-    """Attention of new positions over a cache whose slot s holds position s, theirs included.
+    """Attention of new positions over a cache whose slot s holds position s, the new ones too.
 
     `scale`, `window` and `local` as of `attend`.
     """
@@ -95,8 +95,8 @@ def attend_runs(
 ) -> Float[Array, "B T H D"]:
     """Attention of the last id of runs of N, which end at every position, within documents.
 
-    `keys` and `values` are those of a first id at each position, of a second, and so on to the
-    N-th. A run sees first ids up to its own first one, and behind it its own.
+    `keys[i]` and `values[i]` belong to the i-th id of each position's run. A run sees the first ids
+    of runs up to its start, and its later ids.
     """
     batch, length, heads, width = q.shape
     q = q.reshape(batch, length, keys[0].shape[2], -1, width)
@@ -105,7 +105,7 @@ def attend_runs(
     seen = seen[None] & (segment_ids[:, :, None] == segment_ids[:, None])
     scores = jnp.einsum("BTKGD,BSKD->BKGTS", q, keys[0], preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, None, None], scores * scale, EXCLUDED)
-    # Of the i-th id of the run, so many positions before its last.
+    # The i-th id of a run lies this number of positions before its last.
     own = [
         [jnp.roll(x, len(keys) - 1 - i, axis=1) for i, x in enumerate(xs)][1:]
         for xs in (keys, values)
@@ -136,7 +136,8 @@ def attend_and_keep(
 ) -> tuple[Float[Array, "B T H D"], tuple[Array, Array]]:
     """Attention of T new positions a row, the first at `positions`, over a layer of a cache.
 
-    The cache, keys and values `[L, B, K, S, D]`, comes back with them; it has no room beyond S.
+    Returns also the cache, keys and values `[L, B, K, S, D]`, with them; positions from S on are
+    not stored.
     `scale`, `window` and `local` as of `attend`.
     """
     batch, new = q.shape[:2]

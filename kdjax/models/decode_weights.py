@@ -1,7 +1,7 @@
-"""Weights made ready for generation: laid out once more, as products of few rows take them best.
+"""Weights for generation, in the layout that products of few rows read fastest.
 
-A step of generation multiplies one id a row with every weight. Decoded once, the layers apart and
-the matrices of one input joined, it reads each number once and starts few products.
+A step of generation multiplies one id a row with every weight. With weights decoded once, layers
+unstacked and the matrices of one input joined, it reads each number once and starts few products.
 """
 
 import functools
@@ -31,7 +31,7 @@ from kdjax.models.weights import (
     to_bits,
 )
 
-# The weights of a layer that multiply the same rows.
+# The weights of a layer that share an input.
 _SHARING = [
     ("attn", "qkv"),
     ("attn", "o"),
@@ -47,7 +47,7 @@ def product_dtype(compute: Compute) -> Any:
     """Dtype of weights that are prepared for products.
 
     XLA's CPU backend widens bf16 one number after another at each product, which takes twenty times
-    as long as one row's: there they lie wide.
+    as long as the product of one row: there weights are float32.
     """
     on_cpu = compute.placement is not None and compute.placement.platform == "cpu"
     return jnp.dtype(jnp.float32 if on_cpu else compute.dtype)
@@ -56,7 +56,7 @@ def product_dtype(compute: Compute) -> Any:
 def prepare_weights(
     params: Params, *, functions: DecoderFunctions, spread: Spread | None
 ) -> tuple[Layers | None, Any]:
-    """Prepares the weights that each id multiplies: the layers, if there is room, and the head."""
+    """The weights that each id is multiplied with: the layers, if there is room, and the head."""
     apart = _has_room(functions, spread, product_dtype(functions.compute).itemsize)
     return _prepare(params, functions=functions, spread=spread, apart=apart)
 
@@ -73,10 +73,10 @@ def _prepare(
 
 
 def unstack_layers(params: Params, functions: DecoderFunctions) -> Layers:
-    """The weights of each layer as one id a row multiplies them best.
+    """The weights of each layer, in the layout for one id a row.
 
-    Numbers of `product_dtype`, an array a layer, those that multiply the same rows joined; float8
-    stays so.
+    Numbers of `product_dtype`, one array a layer, weights of one input joined; float8 is
+    unchanged.
     """
     spec, dtype = functions.spec, product_dtype(functions.compute)
     stacks = {STACKS[name]: slice_layers(params[name]) for name in STACKS if name in params}
@@ -91,7 +91,7 @@ def unstack_layers(params: Params, functions: DecoderFunctions) -> Layers:
 
 @functools.partial(jax.jit, static_argnames=("functions", "spread"))
 def prepare_block(params: Params, *, functions: DecoderFunctions, spread: Spread | None) -> Params:
-    """The weights of the block that drafts as `unstack_layers` makes those of a layer."""
+    """The weights of the next-token block, as `unstack_layers` makes a layer's."""
 
     def prepare(params: Params) -> Params:
         slices, read = slice_layers(params["mtp"])
@@ -102,7 +102,7 @@ def prepare_block(params: Params, *, functions: DecoderFunctions, spread: Spread
 
 
 def _share(weights: Params, dtype: DTypeLike) -> Params:
-    """The weights of a layer, with those that multiply the same rows joined."""
+    """The weights of a layer, with the weights of one input joined."""
     for part, names in _SHARING:
         if part not in weights or "router" in weights[part]:  # experts stay as they are stored
             continue
@@ -123,12 +123,12 @@ def ready_head(params: Params, compute: Compute) -> Array:
 
 def prepare_weight(weight: Array | PackedMatrix | Scaled | Adapted, dtype: DTypeLike) -> Array:
     """The numbers of a weight in `dtype`; an adapter is added to its matrix."""
-    # Through bits, without which XLA would drop the rounding of a conversion there and back.
+    # By way of bits, or XLA would drop the rounding of a conversion there and back.
     return from_bits(to_bits(decode_weight(weight))).astype(dtype)
 
 
 def join(weights: Sequence[Array]) -> list[Array | Joined]:
-    """Joins matrices of one input into one for `project_all`, in the first one's slot."""
+    """Joins matrices of one input for `project_all`, in the place of the first."""
     first = weights[0]
     none = jnp.zeros((0, first.shape[1]), first.dtype)
     whole = Joined(jnp.concatenate(weights), tuple(len(w) for w in weights))
@@ -136,7 +136,7 @@ def join(weights: Sequence[Array]) -> list[Array | Joined]:
 
 
 def _has_room(functions: DecoderFunctions, spread: Spread | None, itemsize: int) -> bool:
-    """Whether the layers may lie in memory a second time, with so many bytes a number."""
+    """Whether memory has room for a copy of the layers with `itemsize` bytes a number."""
     shards = spread.placement.mesh.shape["fsdp"] if spread else 1
     device = spread.placement.mesh.local_devices[0] if spread else jax.local_devices()[0]
     stats = device.memory_stats() or {}
@@ -151,9 +151,9 @@ def _has_room(functions: DecoderFunctions, spread: Spread | None, itemsize: int)
 
 
 def count_layers(spec: ArchSpec, itemsize: int, shards: int, free: int | float | None) -> int:
-    """Bytes of the layers apart where so many bytes are free (None: unknown); 0: they stay stacked.
+    """Bytes of the unstacked layers, if `free` bytes are enough (None: unknown); 0: stay stacked.
 
-    Experts stay as they are stored: of few rows each multiplies few. Shards stay shards.
+    Experts stay as they are stored: with few rows each multiplies few. Shards stay shards.
     """
     if spec.experts or shards > 1:
         return 0

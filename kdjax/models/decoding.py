@@ -382,7 +382,7 @@ def group_prompts(
 
 
 def pad_length(longest: int, room: int | None = None) -> int:
-    """Positions of rows whose longest text has `longest`; at most those of a cache for `room` ids.
+    """Positions of rows whose longest text has `longest`; at most a cache's for `room` ids.
 
     They are 64, 128, 192, 256, 384, 512, 768, 1,024 and so on, two sizes for each doubling: few
     programs are compiled, and rows are at most half longer than the text.

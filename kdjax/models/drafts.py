@@ -1,4 +1,4 @@
-"""Whether one model may draft for another: the same ids, and what llama.cpp asks of a pair."""
+"""Whether one model may draft for another: equal ids, and llama.cpp's rules for a pair."""
 
 import logging
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
 
-# Of llama.cpp's common/speculative.cpp.
+# From llama.cpp's common/speculative.cpp.
 _MOST_MORE_TOKENS, _FIRST_COMPARED = 128, 5
 _TOKENS = "tokenizer.ggml.tokens"
 
 
 def check_same_ids(big: Tokenizer | None, small: Tokenizer | None) -> None:
-    """Raises `UserError` unless an id that both have is the same token to both."""
+    """Raises `UserError` unless each id of both vocabularies is one token in both."""
     if big is None or small is None:
         return
     pairs = enumerate(zip(big.tokens, small.tokens, strict=False))
@@ -29,7 +29,7 @@ def check_same_ids(big: Tokenizer | None, small: Tokenizer | None) -> None:
 
 
 def warn_if_refused(big: Checkpoint, small: Checkpoint) -> None:
-    """Logs why llama.cpp would not take the one as a draft of the other, if it would not."""
+    """Logs why llama.cpp would refuse `small` as a draft for `big`, if it would."""
     if reason := why_refused(big.header.metadata, small.header.metadata):
         _log.warning("llama.cpp would not draft with this pair: %s", reason)
 
@@ -37,11 +37,10 @@ def warn_if_refused(big: Checkpoint, small: Checkpoint) -> None:
 def why_refused(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     """Why llama.cpp would not let one model draft for another; None if it would.
 
-    `ours` are the key-values of the big model's GGUF file, `theirs` those of the draft's.
+    `ours` are the key-values of the big model's GGUF file, `theirs` the draft's.
 
-    Its rules: vocabularies of one type, the same ids opening and closing a text, sizes at most 128
-    apart, the same text of each token from id 5 on. A server that refuses says so in its log, and
-    serves without a draft.
+    Its rules: vocabularies of one type, equal BOS and EOS ids, sizes at most 128 apart, and equal
+    text of each token from id 5 on. A server that refuses logs it, and serves without a draft.
     """
     for name, metadata in (("model", ours), ("draft", theirs)):
         if _TOKENS not in metadata:
@@ -69,7 +68,7 @@ def why_refused(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | Non
 
 
 def _adds(metadata: Mapping[str, Any], end: str) -> bool:
-    """Whether llama.cpp adds the token to a text: as told, or as its kind of vocabulary does."""
+    """Whether llama.cpp adds the token to a text, by the header or the kind of vocabulary."""
     told = metadata.get(f"tokenizer.ggml.add_{end}_token")
     if told is not None:
         return bool(told)
@@ -77,5 +76,5 @@ def _adds(metadata: Mapping[str, Any], end: str) -> bool:
 
 
 def _say(adds: bool, end: str) -> str:
-    place = "before" if end == "bos" else "behind"
+    place = "before" if end == "bos" else "after"
     return f"puts {end} {place} a text" if adds else f"puts no {end} {place} a text"

@@ -1,8 +1,8 @@
 """Encoders of `tokenizers` from the vocabulary of a GGUF file: byte-level BPE, and SentencePiece's.
 
 SentencePiece writes a space as U+2581, has a token for each byte that no other token covers, and
-merges the pair whose token has the highest score. Its scores become merges here, in the order in
-which Transformers makes them of a tokenizer.model.
+merges the pair whose token has the highest score. Its scores become merges here, in the order that
+Transformers derives from a tokenizer.model.
 """
 
 import functools
@@ -30,7 +30,7 @@ class EncoderParts(NamedTuple):
     prefix: bool  # whether a space is put before a text
 
     def ids(self) -> dict[str, int]:
-        """Ids by token, up to the last that is no added one: those number themselves from there."""
+        """Ids by token, up to the last that is not added; added tokens get the ids after it."""
         end = max((i + 1 for i, kind in enumerate(self.types) if kind not in ADDED), default=0)
         return {token: i for i, token in enumerate(self.tokens[:end])}
 
@@ -40,7 +40,7 @@ def _cut(rule: Rule) -> list[pre_tokenizers.PreTokenizer]:
 
 
 def byte_level(words: EncoderParts) -> Encoder:
-    """An encoder whose tokens are of GPT-2's characters for bytes."""
+    """An encoder whose tokens are spelt in GPT-2's characters for bytes."""
     model = models.BPE(words.ids(), list(words.merges), ignore_merges=words.rule.whole)
     encoder = Encoder(model)
     if words.rule.nfc:
@@ -52,7 +52,7 @@ def byte_level(words: EncoderParts) -> Encoder:
 
 
 def sentencepiece(words: EncoderParts) -> Encoder:
-    """An encoder whose tokens are of text, spaces marked, and of bytes written <0x0A>."""
+    """An encoder whose tokens are text with marked spaces, and bytes spelt <0x0A>."""
     unknown = next(
         (t for t, kind in zip(words.tokens, words.types, strict=True) if kind == UNKNOWN), None
     )
@@ -85,18 +85,18 @@ class TokenizerKind(NamedTuple):
     """A value of `tokenizer.ggml.model`."""
 
     build: Callable[[EncoderParts], Encoder]
-    rules: Mapping[str, Rule]  # by `tokenizer.ggml.pre`; of one rule, whatever the file says
+    rules: Mapping[str, Rule]  # by `tokenizer.ggml.pre`; a single rule holds whatever the file says
     scored: bool = False  # merges follow from scores
 
     def rule(self, pre: str) -> Rule | None:
-        """The rule of this name, or the only one; None for a name that is not known."""
+        """The rule of this name, or the only rule; None for an unknown name."""
         return self.rules.get(pre) if len(self.rules) > 1 else next(iter(self.rules.values()))
 
 
 KINDS = {
     "gpt2": TokenizerKind(byte_level, PRE_TOKENIZERS),
     "llama": TokenizerKind(sentencepiece, {"default": Rule((), bos=True)}, scored=True),
-    # Merges know no token of several line feeds.
+    # No merge makes a token of several line feeds.
     "gemma4": TokenizerKind(
         sentencepiece, {"default": Rule((r"[^\n]+|[\n]+",), whole=True, bos=True)}
     ),
@@ -106,7 +106,7 @@ KINDS = {
 def rank_by_score(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """The pairs of tokens that make a token, the highest score first; added ones take no part."""
+    """The pairs of tokens that make a token, the highest score first; without added tokens."""
     ids = {t: i for i, (t, kind) in enumerate(zip(tokens, types, strict=True)) if kind not in ADDED}
     pairs = []
     for token, i in ids.items():
@@ -119,7 +119,7 @@ def rank_by_score(
 
 
 def score_by_rank(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
-    """Scores from which `rank_by_score` makes these merges; 0 for tokens that none makes."""
+    """Scores from which `rank_by_score` derives these merges; 0 for tokens without a merge."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)
@@ -127,7 +127,7 @@ def score_by_rank(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
 
 
 def drop_added(merges: Sequence[str], added: Sequence[str]) -> list[str]:
-    """The merges in which no added token takes part: text is searched for these before."""
+    """The merges without added tokens, which are cut out of text before merging."""
     names = frozenset(added)
     parts = ((merge, *merge.split(" ")) for merge in merges)
     return [m for m, left, right in parts if names.isdisjoint((left, right, left + right))]
@@ -138,13 +138,13 @@ def _decodes(encoder: Encoder, step: bytes) -> bool:
 
 
 def is_byte_level(encoder: Encoder) -> bool:
-    """Whether tokens are of GPT-2's characters for bytes."""
+    """Whether tokens are spelt in GPT-2's characters for bytes."""
     return _decodes(encoder, b'"ByteLevel"')
 
 
 @functools.cache
 def byte_alphabet() -> dict[str, bytes]:
-    """The byte of each character of GPT-2's alphabet: printable ones are their own."""
+    """The byte of each character of GPT-2's alphabet; printable bytes are themselves."""
     own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (b for b in range(256) if b not in own)
     shifted = {chr(256 + n): bytes([b]) for n, b in enumerate(others)}
@@ -152,7 +152,7 @@ def byte_alphabet() -> dict[str, bytes]:
 
 
 def is_sentencepiece(encoder: Encoder) -> bool:
-    """Whether tokens are of text with marked spaces, and of single bytes written <0x0A>."""
+    """Whether tokens are text with marked spaces, and single bytes spelt <0x0A>."""
     return _decodes(encoder, b'"ByteFallback"')
 
 
@@ -165,14 +165,14 @@ def puts_space(encoder: Encoder) -> bool:
 
 
 def spell(encoder: Encoder, tokens: Sequence[str]) -> tuple[str, ...]:
-    """Tokens as merges make them: files write SentencePiece's user-defined ones with spaces."""
+    """Tokens as merges spell them: files write SentencePiece's user-defined ones with spaces."""
     if not is_sentencepiece(encoder):
         return tuple(tokens)
     return tuple(token.replace(" ", SPACE) for token in tokens)
 
 
 def decoder_within(encoder: Encoder) -> decoders.Decoder | None:
-    """Decoder of a text's middle: all but the removal of the space put before a text."""
+    """The decoder without the step that removes the space before a text."""
     if encoder.decoder is None:
         return None
     described = json.loads(encoder.decoder.__getstate__())
@@ -185,7 +185,7 @@ def decoder_within(encoder: Encoder) -> decoders.Decoder | None:
 
 
 def add_tokens(encoder: Encoder, words: EncoderParts) -> dict[int, int | None]:
-    """Adds the tokens that text is searched for; returns the ids that came out otherwise."""
+    """Adds the tokens that text is searched for; returns the ids that differ from the file's."""
     added = [i for i, kind in enumerate(words.types) if kind in ADDED]
     encoder.add_tokens(
         [

@@ -17,18 +17,18 @@ from kdjax.models.weights import from_bits, project
 
 
 class Choice(NamedTuple):
-    """The experts of each row and what each counts."""
+    """The experts of each row and their weights."""
 
-    experts: Int[Array, "N K"]  # the likeliest first
+    experts: Int[Array, "N K"]  # the most probable first
     weights: Float32[Array, "N K"]
 
 
 def choose_experts(
     rows: Float[Array, "N D"], router: Float32[Array, "E D"], used: int, normalised: bool
 ) -> Choice:
-    """The `used` likeliest experts of each row by a softmax over all, in float32.
+    """The top `used` experts of each row, by a softmax over all in float32.
 
-    Of equal ones the lowest index comes first. `normalised` weights sum to 1.
+    Among equal experts the lowest index comes first. `normalised` weights sum to 1.
     """
     logits = route_rows(rows, router)
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), used)
@@ -38,7 +38,7 @@ def choose_experts(
 
 
 def route_rows(rows: Float[Array, "N D"], router: Float32[Array, "E D"]) -> Float32[Array, "N E"]:
-    """A router's products, those of float32 where rows are bf16."""
+    """A router's products, with float32 precision for rows of bf16 too."""
     if rows.dtype != jnp.bfloat16:
         rows = rows.astype(jnp.float32)
         return jnp.einsum("ND,ED->NE", rows, router, precision=jax.lax.Precision.HIGHEST)
@@ -63,8 +63,8 @@ def mix_experts(
 ) -> Float[Array, "N D"]:
     """Computes for each row the weighted sum of its experts' down(activation(gate(x)) * up(x)).
 
-    Weights are numbers or their bits. Each expert sees all rows and counts nothing for most: the
-    definition, which runs and has a gradient everywhere.
+    Weights are numbers or their bits. Each expert computes all rows and has weight 0 for most: the
+    definition, which runs and has a gradient on every device.
     """
     if rows.shape[0] * choice.experts.shape[1] <= gate.shape[0]:
         return _gather_experts(rows, choice, gate, up, down, activation)
@@ -88,7 +88,7 @@ def _gather_experts(
     down: Array,
     activation: Callable[[Array], Array],
 ) -> Array:
-    """The same for few rows, such as those of text being written: only used experts are read."""
+    """`mix_experts` for few rows, as in generation: only used experts are read."""
     gate, up, down = (from_bits(w[choice.experts]).astype(rows.dtype) for w in (gate, up, down))
     x = activation(jnp.einsum("ND,NKFD->NKF", rows, gate)) * jnp.einsum("ND,NKFD->NKF", rows, up)
     y = jnp.einsum("NKF,NKDF->NKD", x, down)
@@ -106,8 +106,8 @@ def mix_experts_by_tiles(
 ) -> Float[Array, "N D"]:
     """Computes `mix_experts` in kernels that each multiply a tile of rows with one expert.
 
-    Rows are sorted by expert, each expert's filled up to whole tiles. The gradient is that of the
-    definition.
+    Rows are sorted by expert, and each expert's rows padded to full tiles. The gradient is
+    computed by `mix_experts`.
     """
     apart = activation is not jax.nn.silu or not grouped_matmul.tiles_fit(gate.shape, rows.dtype)
     if apart or rows.shape[0] * choice.experts.shape[1] <= gate.shape[0]:
@@ -146,10 +146,10 @@ _mix_by_tiles.defvjp(_mix_forward, _mix_backward)
 
 
 def lay_out(experts: Int[Array, "N K"], count: int, height: int) -> tuple[Tiles, Int[Array, "N K"]]:
-    """Tiles of `height` rows of one expert each, and where each row's experts have put theirs.
+    """Tiles of `height` rows, each of one expert, and the places of each row's results.
 
-    There are as many tiles as the worst case takes; those left over belong to expert `count`, which
-    does not exist. Rows beyond an expert's last are row 0, whose results are never read.
+    The number of tiles is the worst case's; tiles left over belong to expert `count`, which does
+    not exist. Padding rows are row 0, whose results there are never read.
     """
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)

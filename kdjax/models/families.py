@@ -1,4 +1,4 @@
-"""The model families, a row each: what differs between them and no header says.
+"""The model families, one row each: differences that no header tells.
 
 Nothing else compares family names. Sources: Transformers' configuration and modeling files of each;
 llama.cpp's convert_hf_to_gguf.py, src/models and gguf-py/gguf/constants.py.
@@ -18,50 +18,50 @@ class Family:
     qkv_bias: bool = False  # queries, keys and values have biases, whatever `attention_bias` says
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads together
-    head_dim: int | None = None  # where config.json has none; None: hidden_size / heads
-    activation: str = "silu"  # of its GGUF files, and of a config.json that names none
+    head_dim: int | None = None  # if config.json has none; None: hidden_size / heads
+    activation: str = "silu"  # in its GGUF files, and in a config.json that names none
     tied: bool = False  # where config.json does not say
     rope_theta: float = 1e4  # likewise
     rms_eps: float = 1e-6  # likewise
     norm_offset: bool = False  # norms multiply by 1 + weight; GGUF files hold that sum
-    pre_norms: bool = True  # of what attention and MLP read
-    post_norms: bool = False  # of what they give, before it is added
+    pre_norms: bool = True  # of the inputs of attention and MLP
+    post_norms: bool = False  # of their outputs, before these are added
     scaled_embedding: bool = False  # by the root of the width
-    gated: bool = False  # heads of attention have gates beside their queries
-    # `model_type` of folders that hold such a model as `text_config`, beside one of images.
+    gated: bool = False  # heads of attention have gates in addition to queries
+    # `model_type` of folders with an image model whose `text_config` is such a model.
     multimodal: str = ""
-    rotated_part: float = 1.0  # of a head, where config.json does not say
-    # Of every so many layers the last sees all positions, the others a window; 0: all see all.
+    rotated_part: float = 1.0  # of a head's columns, if config.json does not say
+    # Every N-th layer sees all positions, the others a window; 0: all layers see all.
     window_period: int = 0
-    # Of every so many layers llama.cpp rotates nothing in the last; 0: all rotate.
+    # llama.cpp rotates nothing in every N-th layer; 0: all layers rotate.
     unrotated_period: int = 0
-    # llama.cpp scales scores of GGUF models of so many layers by the width over the heads.
+    # llama.cpp scales scores of GGUF models with N layers by the width over the heads.
     shared_scale_layers: int = 0
     gguf_name: str = ""  # `general.architecture`, where it is not `name`
-    # A key that its GGUF headers have, and those of another family of that name do not.
+    # A key of its GGUF headers that another family of this name does not have.
     gguf_mark: str = ""
-    gguf_biases: bool = True  # llama.cpp adds the biases of attention that its files hold
-    apr: bool = True  # .apr files hold it
+    gguf_biases: bool = True  # llama.cpp adds the biases of attention in its files
+    apr: bool = True  # .apr files can store it
     apr_windows: bool = False  # and its windows
     fused: bool = False  # files keep q, k and v as one matrix, and gate and up as another
-    fused_experts: bool = False  # Hugging Face's keep all experts of a layer as two tensors
+    fused_experts: bool = False  # Hugging Face's files have all experts of a layer in two tensors
     # Kinds of rope scaling that it computes, by the names of `rope_type`.
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
-    # Those whose divisors llama.cpp reads from its files; it opens no file with others.
+    # Kinds whose divisors llama.cpp reads from its files; it opens no file with others.
     gguf_divisors: tuple[str, ...] = ()
     interleaved: bool = False  # llama.cpp stores the rows of q and k as pairs (i, i + D/2)
-    pre_tokenizer: str = "unknown"  # of a file that names none: a key of `PRE_TOKENIZERS`
+    pre_tokenizer: str = "unknown"  # for a file that names none: a key of `PRE_TOKENIZERS`
     # Rows of `schema` that not every family has, in the order in which they are written.
     fields: tuple[str, ...] = ("hidden_act", "attention_bias")
 
     @property
     def experts(self) -> bool:
-        """Whether its MLPs are experts, of which a router picks a few a token."""
+        """Whether its MLPs are experts, of which a router picks a few for each token."""
         return "experts" in self.fields
 
     @property
     def delta(self) -> bool:
-        """Whether it has delta layers beside attention."""
+        """Whether it has delta layers in addition to attention."""
         return "delta" in self.fields
 
     @property
@@ -324,7 +324,7 @@ FAMILIES = {
 def find_gguf_family(name: object, keys: Container[str]) -> Family | None:
     """The family of a `general.architecture` whose header has these keys; None if it is unknown.
 
-    Of several families of one name the first that fits, which computes as much as the others.
+    Among several families of one name, the first that fits.
     """
     for family in FAMILIES.values() if isinstance(name, str) else ():
         if family.gguf == name and (not family.gguf_mark or f"{name}.{family.gguf_mark}" in keys):

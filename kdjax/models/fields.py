@@ -1,6 +1,6 @@
 """Checks the entries of headers that no row of `schema` reads.
 
-An entry is read, has no effect on the result, or is refused unless its value means nothing.
+An entry is read, or has no effect on the result, or is refused unless its value is neutral.
 Sources: Transformers' configuration_utils.py, configuration files of the families and
 modeling_rope_utils.py; the config.json files of published models.
 """
@@ -24,7 +24,7 @@ WITHOUT_EFFECT = frozenset((
     "ignore_keys_at_rope_validation",
     # of training only
     "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
-    # what a call returns, and in how many parts it computes
+    # the outputs of a call, and the number of parts that it computes
     "use_cache", "output_hidden_states", "output_attentions", "output_scores", "return_dict",
     "return_dict_in_generate", "tie_last_hidden_states", "chunk_size_feed_forward",
     "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
@@ -55,13 +55,13 @@ NEUTRAL: dict[str, Any] = {
     "partial_rotary_factor": 1.0, "rope_interleaved": False, "use_mrope": False,
     "attn_logit_softcapping": None, "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
-    # every layer has experts, whose weights sum to 1, and nothing beside them
+    # every layer has experts alone, whose weights sum to 1
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
     "shared_expert_intermediate_size": 0,
     "num_shared_experts": 0, "n_shared_experts": 0,
-    # of Phi-4-mini's files; Transformers' class reads none of them
+    # in Phi-4-mini's files; Transformers' class reads none of them
     "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False,
-    # a block that drafts, where a family is not known to have one, and an embedding of its own; a
+    # a next-token block in a family that is not known to have one, and its separate embedding; a
     # gate of attention's output, states in float32
     "mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False, "attn_output_gate": True,
     "mamba_ssm_dtype": "float32",
@@ -118,12 +118,12 @@ def check_fields(
     path: Path,
     known: frozenset[str],
 ) -> None:
-    """Raises one `UserError` that lists every entry which may change what the model computes.
+    """Raises one `UserError` that lists every entry that may change the model's results.
 
     `ropes` are the entries of config.json that hold rotary parameters, `known` the names that are
     read; `path` is named.
     """
-    # .apr files keep their tokenizer and notes beside the entries of config.json.
+    # .apr files store tokenizer and notes among the entries of config.json.
     own = {k: v for k, v in config.items() if not k.startswith(("tokenizer.", "apr."))}
     problems = _list_problems(own, NEUTRAL, known | WITHOUT_EFFECT)
     for rope in ropes:

@@ -1,4 +1,4 @@
-"""Importance of a matrix's inputs: sums of their squares over a text, as of llama-imatrix."""
+"""Importance of a matrix's inputs: sums of their squares over a text, as in llama-imatrix."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,15 +20,15 @@ from kdjax.models.weights import Adapted, Scaled
 def sum_squares(
     model: Model, batches: Iterable[Int[np.ndarray, "_ T"]]
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Sums float64 `[inputs]` by the tensor's name in GGUF, and how many positions they are of.
+    """Sums float64 `[inputs]` by the tensor's name in GGUF, and the number of positions.
 
-    Of layers' matrices alone, in one pass; a row is one text from its first position on. Summed in
-    float32 over a batch. Raises `UserError` for experts, float8 and a module of one's own.
+    Only matrices of layers have sums, all from one pass; a row is one text from its first position
+    on. A batch is summed in float32. Raises `UserError` for experts, float8 and custom modules.
     """
     spec = model.spec
     if spec is None or spec.experts:
-        what = "experts" if spec else "a module of one's own"
-        raise UserError(f"found a model of {what}; expected a dense one of a known architecture.")
+        what = "with experts" if spec else "of a custom module"
+        raise UserError(f"found a model {what}; expected a dense one of a known architecture.")
     flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
     stacks = {name for name, delta in STACKS.items() if delta is not None}
     paths = [p for p in flat if p[0] in stacks and p[-1] == "weight" and "norm" not in p[-2]]
@@ -46,7 +46,7 @@ def sum_squares(
         columns = tokens, jnp.ones_like(tokens), positions
         return jnp.sum(model.functions.hidden(unflatten_dict(seen), *columns).astype(jnp.float32))
 
-    # A product's gradient by `Adapted.sums` is the sum of squares, whatever comes behind it.
+    # The gradient of `Adapted.sums` is the sum of squares, whatever follows the product.
     measure = jax.jit(jax.grad(run))
     total = {path: np.zeros(zero.shape) for path, zero in zeros.items()}
     count = 0

@@ -1,8 +1,8 @@
-"""Long texts encoded in pieces: `tokenizers` takes some 150 bytes for each character of a text.
+"""Encodes long texts in pieces: `tokenizers` takes some 150 bytes for each character of a text.
 
-A text is cut where a space follows something else, and only where the ids on both sides come out
-the same whether or not the encoder sees what lies further away. Each piece is encoded with what
-surrounds it, so that a pre-tokenizer and merges find the same words as in the whole text.
+A text is cut where a space follows another character, and only where the ids on both sides do not
+depend on characters further away. Each piece is encoded with its surroundings, so that the
+pre-tokenizer and merges find the words that they would find in the full text.
 """
 
 import logging
@@ -16,16 +16,16 @@ from tokenizers import Tokenizer as Encoder
 _log = logging.getLogger("kdjax")
 
 PIECE = 100_000  # characters
-LONG = 2 * PIECE  # texts up to here are encoded whole
-AROUND = 500  # characters of the neighbours that a piece is encoded with
+LONG = 2 * PIECE  # texts up to this length are encoded in one piece
+AROUND = 500  # characters on both sides that a piece is encoded with
 _AT_ONCE = 16  # pieces, on all cores
-_TRIES = 100  # places that are tried for a cut
+_TRIES = 100  # places tried for a cut
 _PLACE = re.compile(r"\S(?=\s)")
 
 
 class _Cut(NamedTuple):
     at: int
-    around: int  # 0 at the ends, and where no place was safe
+    around: int  # 0 at the ends, and if no place was safe
 
 
 def _encode(encoder: Encoder, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -37,7 +37,7 @@ def _encode(encoder: Encoder, texts: list[str]) -> list[tuple[np.ndarray, np.nda
 
 
 def encode_texts(encoder: Encoder, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The ids and characters of `encode_pieces`, whole; texts that are not long all at once."""
+    """The joined results of `encode_pieces`; short texts are encoded all at once."""
     short = iter(_encode(encoder, [text for text in texts if len(text) <= LONG]))
     found = []
     for text in texts:
@@ -50,10 +50,10 @@ def encode_texts(encoder: Encoder, texts: Sequence[str]) -> list[tuple[np.ndarra
 
 
 def _is_safe(encoder: Encoder, text: str, at: int) -> bool:
-    """Whether the ids around `at` are the same whatever lies more than `AROUND` away.
+    """Whether the ids around `at` do not depend on characters more than `AROUND` away.
 
-    Four beginnings, one character apart: ids that count from a beginning, as those of "xxxx" by
-    merges of two, agree by chance for some distances.
+    Four beginnings are tried, one character apart: ids that depend on the beginning, such as merges
+    of two in "xxxx", agree by chance at some distances.
     """
     spans = [(max(0, at - 2 * AROUND + i), at + AROUND) for i in range(4)]
     spans.append((at - AROUND, at + 2 * AROUND))
@@ -84,8 +84,8 @@ def _find_cuts(encoder: Encoder, text: str, source: str) -> Iterator[_Cut]:
             cut = _Cut(at + PIECE, 0)
             if not warned:
                 _log.warning(
-                    "%s: found no safe place to cut %d characters from character %d on, for want "
-                    "of spaces; it is cut all the same, so a few ids are not those of the whole",
+                    "%s: found no safe place to cut %d characters from character %d on, which lack "
+                    "spaces; they are cut anywhere, so a few ids may differ from an uncut text's",
                     source,
                     LONG,
                     at,
@@ -101,8 +101,8 @@ def encode_pieces(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Ids (uint32 `[n]`) and the characters `[start, end)` of each (int64 `[n, 2]`), in order.
 
-    Some pieces at a time, whose memory does not grow with the text. Warns once, naming `source`,
-    of a text that has no safe place to cut.
+    A few pieces are encoded at a time, so that memory does not grow with the text. Warns once,
+    naming `source`, of a text that has no safe place to cut.
     """
     waiting: list[tuple[_Cut, _Cut]] = []
 

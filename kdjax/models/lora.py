@@ -1,4 +1,4 @@
-"""Adapters on a loaded model: added, merged, and those of a file put on their base."""
+"""Adapters on a loaded model: adds them, merges them, and loads a file's onto its base."""
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +26,21 @@ def add_lora(
     targets: str = "",
     seed: int = 0,
 ) -> Model:
-    """The model with adapters beside its matrices, which are frozen as they are stored.
+    """The model with adapters on its matrices, which are frozen as they are stored.
 
-    y = x W^T + alpha / rank * (x A^T) B^T for the matrices that `targets` names, by commas, as PEFT
-    (`q_proj`) or GGUF (`attn_q`) has them; "": all of the layers. A is drawn by `seed`, B is zero:
-    it computes what the model does. No array is copied: two models may share a base. What trains
-    (`make_step`) are A and B alone, float32. LoRA: Hu et al. 2021, arXiv:2106.09685. Raises
-    `UserError` for unknown targets, for a rank above a matrix's, and for a model without an
-    architecture that kdjax knows, with experts, or with adapters.
+    y = x W^T + alpha / rank * (x A^T) B^T for the matrices that `targets` names, separated by
+    commas, as PEFT (`q_proj`) or GGUF (`attn_q`) names them; "": all in the layers. A is drawn by
+    `seed` and B is zero, so it computes what the model does. No array is copied: two models may
+    share a base. Only A and B train (`make_step`), in float32. LoRA: Hu et al. 2021,
+    arXiv:2106.09685. Raises `UserError` for unknown targets, for a rank above a matrix's, and for a
+    model without an architecture that kdjax knows, with experts, or with adapters.
 
         base = kdjax.load("student.gguf", weights="packed")
         student = kdjax.add_lora(base, rank=16)
     """
     if model.spec is None:
         raise UserError(
-            f"{model.name}: found a module of your own to adapt; expected a model of kdjax.load, "
+            f"{model.name}: found a custom module to adapt; expected a model of kdjax.load, "
             "whose matrices have names. Add adapters to the module itself."
         )
     if Lora.of_params(model.params):
@@ -73,7 +73,7 @@ def merge_lora(model: Model, dtype: DTypeLike = "float32") -> Model:
 
 
 def read_numbers(weight: Array | PackedMatrix | Mixed | Scaled | Adapted) -> Array:
-    """The numbers of a weight of all layers."""
+    """The numbers of a weight, for all layers."""
     if isinstance(weight, Adapted):
         numbers = read_numbers(weight.base).astype(jnp.float32)
         return numbers if weight.a is None else numbers + weight.change

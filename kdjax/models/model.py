@@ -49,17 +49,17 @@ from kdjax.models.weights import Scaled, decode_weight, hold_bits, to_bits, unem
 
 _log = logging.getLogger("kdjax")
 
-DTYPES = ("bfloat16", "float32", "float16")  # of numbers, and of what is computed
+DTYPES = ("bfloat16", "float32", "float16")  # of stored numbers, and of computation
 # Tensor cores multiply float8 from Ada (8.9) and Hopper (9.0) on.
 _FLOAT8_CAPABILITY = 8.9
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Pure functions, the parameters that they take, and what is known of them.
+    """Pure functions, the parameters that they take, and facts about them.
 
-    Logits of a whole batch exist in `logits` alone: hidden states and head stay apart, and the
-    parameters are an argument of a training step, never closed over.
+    Only `logits` computes logits of a full batch: elsewhere hidden states and head are separate.
+    The parameters are an argument of a training step, never closed over.
 
         model = kdjax.load("model.gguf")
         print(model.generate("def f(x):", max_tokens=32)[0].text)
@@ -69,7 +69,7 @@ class Model:
     functions: ModelFunctions
     params: Params
     vocab_size: int  # rows of the head, padding rows included
-    kind: str = ""  # how the weights are kept, for a log
+    kind: str = ""  # the form of the weights, for a log
     source: str = ""  # where they come from, for a log
     spec: ArchSpec | None = None
     placement: Placement | None = None
@@ -84,7 +84,7 @@ class Model:
         graph, params, others = nnx.split(module, nnx.Param, ...)
         if leaves := jax.tree.leaves(nnx.to_pure_dict(others)):
             raise UserError(
-                f"{type(module).__name__} holds {len(leaves)} arrays that are no nnx.Param; "
+                f"{type(module).__name__} has {len(leaves)} arrays that are not an nnx.Param; "
                 "expected a deterministic module without other state. Make them parameters or "
                 "constants."
             )
@@ -99,12 +99,12 @@ class Model:
 
     @property
     def name(self) -> str:
-        """Name in messages: how its weights are kept and where they come from."""
+        """Name in messages: the form of its weights, and their source."""
         return f"{self.kind} {self.source}".strip() or str(self.checkpoint or "this model")
 
     @property
     def spread(self) -> Spread | None:
-        """How its arrays lie on the devices; None for a user's module, which has no placement."""
+        """How its arrays are spread over devices; None for a custom module, without a placement."""
         return None if self.placement is None else Spread.of(self.params, self.placement)
 
     @property
@@ -114,7 +114,7 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The one given, or the checkpoint's, read when first asked for; None without either."""
+        """The tokenizer given, or the checkpoint's, read once needed; None without both."""
         if self.own_tokenizer is None and self.checkpoint is not None:
             return self.checkpoint.tokenizer
         return self.own_tokenizer
@@ -122,17 +122,17 @@ class Model:
     def _known_tokenizer(self) -> Tokenizer | None:
         try:
             return self.tokenizer
-        except UserError:  # of a file without one
+        except UserError:  # the file has none
             return None
 
     @property
     def real_vocab(self) -> int:
-        """Ids that some token has; all rows of the head if no tokenizer is known."""
+        """Number of ids with a token; all rows of the head if no tokenizer is known."""
         tokenizer = self._known_tokenizer()
         return self.vocab_size if tokenizer is None else min(tokenizer.vocab_size, self.vocab_size)
 
     def replace(self, **changes: Any) -> "Model":
-        """The same model with other fields, such as `params`."""
+        """This model with other fields, such as `params`."""
         return dataclasses.replace(self, **changes)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -158,7 +158,7 @@ class Model:
         tokens = jnp.asarray(tokens, jnp.int32)
         columns = _fill_columns(tokens, segment_ids, positions)
         rows = tokens.shape[0]
-        if self.placement is not None:  # the last row again, until each device has as many
+        if self.placement is not None:  # repeats the last row until it divides
             more = -rows % sharding.row_shards(self.placement.mesh)
             columns = [jnp.pad(x, ((0, more), (0, 0)), mode="edge") for x in columns]
         with self.precision():
@@ -173,9 +173,9 @@ class Model:
         if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
             raise UserError(
                 f"found tokens of shape {array.shape} and type {array.dtype}; expected whole "
-                "numbers [rows, positions], the rows equally long. Put a single row in brackets."
+                "numbers [rows, positions], rows of equal length. Put a single row in brackets."
             )
-        # Rows of the embedding; the head, which may be narrower, does not tell.
+        # Rows of the embedding; the head may have fewer.
         rows = np.inf if self.spec is None else self.spec.vocab_size
         if array.size and not 0 <= array.min() <= array.max() < rows:
             raise UserError(
@@ -187,9 +187,9 @@ class Model:
     def hidden_states(
         self, batches: Iterable[Mapping[str, Any]], *, drafts: int = 0
     ) -> Iterator[Float[Array, "B ... D"]]:
-        """Yields the hidden states of each batch of host arrays, whose rows go over the mesh.
+        """Yields the hidden states of batches of host arrays, whose rows are split over the mesh.
 
-        `[B, T, D]`; with `drafts`, of a block that drafts, those of `DraftFunctions.draft_runs`.
+        `[B, T, D]`; with `drafts`, for a next-token block, what `draft_runs` returns.
         """
         options = None
         if self.placement is not None:
@@ -227,8 +227,8 @@ class Model:
         of `sampling`; without either, the ends of text and of a turn end a completion.
         `batch_size` rows (default: at most 32) are written at once; see `decoding.write_answers`
         for `numbers`, `limits`, `room` and `on_text`. A `draft`, a smaller model of the same
-        vocabulary on the same devices, proposes `draft_tokens` ids a pass: the completions stay the
-        same, in fewer passes (`models.speculation`). Raises `UserError` for a model without a
+        vocabulary on the same devices, proposes `draft_tokens` ids a pass: fewer passes write equal
+        completions (`models.speculation`). Raises `UserError` for a model without a
         decoder, for ids that no token has, for more positions than the model has, and for a draft
         with another vocabulary.
         """
@@ -273,7 +273,7 @@ class Model:
         if verb != "draft" and isinstance(self.functions, DraftFunctions):
             raise UserError(
                 f"{self.name}: found a block that drafts; expected a model to {verb} with. Give "
-                "the block to its own model: model.generate(prompts, draft=block)."
+                "the block to the model that it belongs to: model.generate(prompts, draft=block)."
             )
         return StepWriter(self.functions, self.real_vocab, self.spread)
 
@@ -318,14 +318,14 @@ def load(
 ) -> Model:
     """Opens and loads a model: a GGUF, .apr or safetensors file, a folder, or a run's workdir.
 
-    `hf:ORG/REPO[/FILE]` is one of the Hugging Face Hub, downloaded if its cache has it not.
+    `hf:ORG/REPO[/FILE]` is on the Hugging Face Hub, and downloaded if it is not in the cache.
 
-    `weights`, `dtype` and `compute_dtype` are as `load_model` takes them. Rows of a batch are split
-    over `devices` (default: the first alone), parameters are on each. Raises `UserError` for what
-    is missing, damaged or of an unknown architecture.
+    `weights`, `dtype` and `compute_dtype` are as in `load_model`. Rows of a batch are split
+    over `devices` (default: only the first); parameters are on each. Raises `UserError` for a path
+    that is missing, damaged or of an unknown architecture.
 
-    A folder that PEFT saved is its base, at `base` or where it says, with its adapter; so is a run
-    that trained one.
+    A folder that PEFT saved loads as its base, at `base` or the path in the folder, with the
+    adapter; so does a run that trained an adapter.
 
         teacher = kdjax.load("teacher.gguf", weights="packed")
         student = kdjax.load("student.gguf", dtype="float32")
@@ -342,7 +342,7 @@ def load(
 
 
 def _check_form(weights: str, **dtypes: DTypeLike) -> None:
-    """Raises `UserError` for weights or dtypes that no model is kept in."""
+    """Raises `UserError` for an unknown form of weights, or an unknown dtype."""
     refuse_removed_weights(weights)
     if weights not in WEIGHTS:
         raise UserError(f"found weights={weights!r}; expected one of {', '.join(WEIGHTS)}.")
@@ -362,10 +362,10 @@ def load_model(
 ) -> Model:
     """Reads the weights onto the placement's mesh.
 
-    `weights="dense"` keeps every tensor as numbers of `dtype`. "packed" keeps matrices in the
-    file's own blocks, decoded a layer at a time to the numbers of "dense", bit for bit. "float8"
-    keeps matrices as float8_e4m3fn with a float32 scale a row and multiplies them as such.
-    Embeddings, norms and biases are of `dtype`, activations of `compute_dtype` (default: `dtype`).
+    `weights="dense"` stores every tensor as numbers of `dtype`. "packed" stores matrices in the
+    file's blocks, decoded a layer at a time to the numbers of "dense", bit for bit. "float8" stores
+    matrices as float8_e4m3fn with a float32 scale for each row, for float8 products. Embeddings,
+    norms and biases have `dtype`, activations `compute_dtype` (default: `dtype`).
     `max_segments` bounds the segments of a row.
     Raises `UserError` for another kind, for float8 on a GPU without it, and for a damaged file.
     """
@@ -377,7 +377,7 @@ def load_model(
         model = base.replace(checkpoint=checkpoint, source=str(checkpoint))
         return attach_adapters(model, checkpoint.adapters.lora, checkpoint.adapters.read_tree())
     if checkpoint.whole_step is not None and weights != "dense":
-        raise UserError(f"{checkpoint}: a saved step has no such form ({weights}); leave it out.")
+        raise UserError(f"{checkpoint}: a saved step is dense; leave out weights={weights}.")
     compute = Compute(
         dtype=jnp.dtype(compute_dtype or dtype),
         param_dtype=jnp.dtype(dtype),
@@ -387,7 +387,7 @@ def load_model(
     if weights == "float8":
         check_float8(placement.mesh.devices.flat[0])
         if placement.platform == "cpu":
-            _log.warning("float8 products are emulated on the CPU: the same numbers, slowly")
+            _log.warning("float8 products are emulated on the CPU: equal numbers, slowly")
     functions, abstract = functional(checkpoint.spec, compute)
     params = _read_params(checkpoint, abstract, placement, weights)
     kind = f"{weights} ({jnp.dtype(dtype).name})"
@@ -399,9 +399,9 @@ def load_model(
 
 
 def attach_adapters(model: Model, lora: Lora, adapters: Params) -> Model:
-    """The model with these float32 adapters, as `draw_adapters` lays them out, on its devices.
+    """The model with float32 adapters, a tree as of `draw_adapters`, on its devices.
 
-    They may be shapes.
+    The adapters may be shapes.
     """
     assert model.spec is not None
     shapes = isinstance(jax.tree.leaves(adapters)[0], jax.ShapeDtypeStruct)
@@ -439,7 +439,7 @@ def _prepare(params: Params, placement: Placement) -> Params:
 
 
 def cast_params(model: Model, params: Params) -> Params:
-    """A copy of `params`, masters of `model`, in the dtype that it computes in, on the devices."""
+    """A copy of `params`, masters of `model`, in its compute dtype, on the devices."""
     assert isinstance(model.functions, DecoderFunctions) and model.placement is not None
     if Lora.of_params(params):  # whose products read the base as it is
         return params
@@ -467,10 +467,10 @@ def check_float8(device: Any) -> None:
 
 
 def narrow_head(model: Model, vocab_size: int) -> Model:
-    """The same model over the first `vocab_size` ids: rows of the head are cut off, once.
+    """The model over the first `vocab_size` ids: other rows of the head are cut off, once.
 
     Cutting before the softmax renormalises the probabilities over the ids that are left. Raises
-    `UserError` for a size of 0 and for more rows than there are.
+    `UserError` for a size of 0 or above the number of rows.
     """
     rows = model.vocab_size
     if not 0 < vocab_size <= rows:
@@ -480,9 +480,9 @@ def narrow_head(model: Model, vocab_size: int) -> Model:
         )
     if vocab_size == rows or not model.params:  # without a head there is nothing to cut
         return model
-    # A tied head is the embedding; ids beyond the cut are no token's, so nothing looks them up.
+    # A tied head is the embedding; ids beyond the cut have no token and are never looked up.
     name = "head" if "head" in model.params else "embed"
-    # Packed rows as well: blocks never cross from one row to the next.
+    # Packed rows too: no block crosses from one row to the next.
     cut = functools.partial(jax.tree.map, jax.jit(lambda x: x[:vocab_size]))
     if model.placement is not None and model.placement.shapes:
         head = jax.eval_shape(cut, model.params[name])
@@ -506,7 +506,7 @@ class HeadFunctions:
 
 
 def load_head(checkpoint: Checkpoint, compute: Compute, kind: str, *, empty: bool = False) -> Model:
-    """The head of a model alone, dense; with `empty` not even that. `kind` is for a log."""
+    """Only the head of a model, dense; with `empty` no arrays. `kind` is for a log."""
     assert compute.placement is not None
     params: Params = {}
     if not empty:

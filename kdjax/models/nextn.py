@@ -1,4 +1,4 @@
-"""The block behind a model's layers that drafts, as a model of its own: taken, drawn, put on it."""
+"""The next-token block of a model (MTP, `nextn`) as a separate model: taken, drawn, attached."""
 
 import dataclasses
 from typing import Any
@@ -24,19 +24,17 @@ from kdjax.models.weights import PackedMatrix
 def take_block(model: Model, *, seed: int | None = None, dtype: DTypeLike = "float32") -> Model:
     """The next-token block of a model (MTP, `nextn`), as a model that drafts for it.
 
-    Its parameters are the model's own arrays and the block's numbers of `dtype`. It drafts
+    Its parameters are the model's arrays and the block's numbers in `dtype`. It drafts
     (`model.generate(prompts, draft=block)`), it trains (`make_step(block, model, loss, tx)` moves
-    the block alone, beside layers that stay as they are stored), and it is exported as the whole:
-    the model with this block. With a `seed` the block is drawn anew, also for a model of a family
-    with such blocks that has none. Raises `UserError` for a model without one.
+    only the block; the layers stay as they are stored), and it is exported as the complete model
+    with this block. With a `seed` the block is drawn at random, also for a model without a block
+    whose family has such blocks. Raises `UserError` for a model without one.
 
         model = kdjax.load("model-q4_k_m.gguf", weights="packed")
         block = kdjax.take_block(model)
     """
     if model.spec is None or not isinstance(model.functions, DecoderFunctions):
-        raise UserError(
-            f"{model.name}: found a module of your own; expected a model of kdjax.load."
-        )
+        raise UserError(f"{model.name}: found a custom module; expected a model of kdjax.load.")
     spec, params = find_block(model.spec, model.name, new=seed is not None), dict(model.params)
     if seed is not None:
         params["mtp"] = draw_block(spec, seed)
@@ -46,9 +44,9 @@ def take_block(model: Model, *, seed: int | None = None, dtype: DTypeLike = "flo
 
 
 def find_block(spec: ArchSpec, source: object, *, new: bool) -> ArchSpec:
-    """The architecture of `source` with the block that it has, or with a new one.
+    """The architecture of `source` with its next-token block, or with a new one.
 
-    Raises `UserError` for a family that has none, and for a model without one.
+    Raises `UserError` for a family without such blocks, and, unless `new`, a model without one.
     """
     if "drafts" not in FAMILIES[spec.family].fields:
         known = ", ".join(name for name, x in FAMILIES.items() if "drafts" in x.fields)
@@ -66,7 +64,7 @@ def find_block(spec: ArchSpec, source: object, *, new: bool) -> ArchSpec:
 
 
 def attach_block(model: Model, spec: ArchSpec, block: Params) -> Model:
-    """The block, under `mtp`, as a model that drafts for this one; its numbers may be shapes."""
+    """The block, under `mtp`, as a model that drafts for this one; its arrays may be shapes."""
     assert isinstance(model.functions, DecoderFunctions)
     functions, _ = functional(spec, model.functions.compute)
     draft = DraftFunctions(functions.graph, spec, functions.compute)
@@ -75,9 +73,9 @@ def attach_block(model: Model, spec: ArchSpec, block: Params) -> Model:
 
 
 def pack_block(model: Model, dtype: str) -> Model:
-    """The model with the matrices of its block that drafts in blocks of a type, to be exported so.
+    """The model with the matrices of its next-token block quantized to a type, for export.
 
-    Rows that are no whole blocks of it get what `llama-quantize` takes for them.
+    A row that is no multiple of the type's block gets the type that `llama-quantize` chooses.
     """
 
     def pack(x: jax.Array) -> jax.Array | PackedMatrix:

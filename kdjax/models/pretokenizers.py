@@ -1,8 +1,8 @@
-"""How text is cut before merging, by the names that GGUF files give it (`tokenizer.ggml.pre`).
+"""How text is cut before merging, by the names in GGUF files (`tokenizer.ggml.pre`).
 
-Source: llama.cpp's llama-vocab.cpp. Where that approximates the pre_tokenizer entry of a published
-tokenizer.json, which it quotes (classes of letters in tekken and gpt-4o), the entry stands here.
-llama.cpp normalizes nothing; published tokenizers do.
+Source: llama.cpp's llama-vocab.cpp. Where it approximates the pre_tokenizer of a published
+tokenizer.json, which it quotes (classes of letters in tekken and gpt-4o), the published expression
+stands here. llama.cpp normalizes nothing; published tokenizers do.
 """
 
 import json
@@ -75,10 +75,10 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 class Rule(NamedTuple):
     """Steps that a text goes through before its merges."""
 
-    cuts: tuple[str, ...]  # regular expressions: each cuts the pieces that the one before left
+    cuts: tuple[str, ...]  # regular expressions: each cuts the pieces of the one before
     nfc: bool = False  # whether the published tokenizer.json normalizes to NFC
-    whole: bool = False  # whether a piece that is a token stays whole, merges or not
-    bos: bool = False  # whether BOS opens every text, in a file that does not say
+    whole: bool = False  # whether a piece that is a token is not merged
+    bos: bool = False  # whether BOS opens every text, if the file does not say
 
 
 # The first name of a rule is the one that exports write.
@@ -145,9 +145,9 @@ def _cuts(part: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def name_of(encoder: Mapping[str, Any]) -> str | None:
-    """The name for how a tokenizer.json cuts; None where no rule has one."""
+    """The name of a tokenizer.json's rule; None if no rule fits."""
     cuts, whole = _cuts(encoder["pre_tokenizer"] or {}), bool(encoder["model"].get("ignore_merges"))
     nfc = '"NFC"' in json.dumps(encoder["normalizer"])
     fitting = [name for name, r in PRE_TOKENIZERS.items() if (r.cuts, r.whole) == (cuts, whole)]
-    # Where only the normalizer differs, llama.cpp's ids are the same.
+    # If only the normalizer differs, llama.cpp's ids are equal.
     return next((n for n in fitting if PRE_TOKENIZERS[n].nfc == nfc), next(iter(fitting), None))

@@ -1,4 +1,4 @@
-"""Rotations: their frequencies, and how config.json and GGUF headers tell how they are stretched.
+"""Rotary embeddings: frequencies, and their scaling in config.json and GGUF headers.
 
 Sources: Transformers' modeling_rope_utils.py; llama.cpp's gguf-py/gguf/constants.py.
 """
@@ -15,17 +15,17 @@ from kdjax.errors import UserError
 from kdjax.formats import TensorTable
 from kdjax.formats.blocks import decode
 
-DIVISORS = "rope_freqs.weight"  # GGUF's tensor of one divisor a frequency
-SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # longrope's two
+DIVISORS = "rope_freqs.weight"  # GGUF's tensor with a divisor for each frequency
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # longrope's two tensors
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context.
+    """How rotary frequencies are scaled beyond the trained context.
 
     `kind` is "linear", "llama3", "yarn", "divisors" (one divisor a frequency, as llama.cpp stores
-    Llama 3.1's in `rope_freqs.weight`) or "longrope" (Ding et al. 2024, arXiv:2402.13753: of texts
-    beyond `original_positions` other divisors, from the first position on).
+    Llama 3.1's in `rope_freqs.weight`) or "longrope" (Ding et al. 2024, arXiv:2402.13753: texts
+    beyond `original_positions` have other divisors, from their first position on).
     """
 
     kind: str
@@ -36,7 +36,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0  # on cos and sin
-    truncate: bool = True  # yarn's ramp begins and ends at whole dimensions
+    truncate: bool = True  # yarn's ramp begins and ends at integer dimensions
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
 
@@ -47,11 +47,11 @@ class Rope:
 
     theta: float
     scaling: RopeScaling | None = None
-    columns: int = 0  # of a head, the first ones, which rotate; 0: all
+    columns: int = 0  # the first columns of a head, which rotate; 0: all
 
     @property
     def original_positions(self) -> int:
-        """Positions beyond which longrope takes its long divisors; 0 for other kinds."""
+        """Positions beyond which longrope uses its long divisors; 0 for other kinds."""
         longrope = self.scaling is not None and self.scaling.kind == "longrope"
         return self.scaling.original_positions if self.scaling is not None and longrope else 0
 
@@ -61,8 +61,8 @@ def rope_frequencies(
 ) -> tuple[np.ndarray, float]:
     """Inverse frequencies `[columns / 2]` (float32, radians a position), factor on cos and sin.
 
-    Zeros where nothing rotates; with `long` those of longrope's long texts. Follows Transformers'
-    modeling_rope_utils.py, so that checkpoints mean the same here.
+    Zeros if nothing rotates; with `long` longrope's for long texts. Follows Transformers'
+    modeling_rope_utils.py.
     """
     if rope is None:
         return np.zeros(head_dim // 2, np.float32), 1.0
@@ -85,7 +85,7 @@ def rope_frequencies(
 
 
 def _shaped(divisors: tuple[float, ...], inverse: np.ndarray) -> np.ndarray:
-    return np.asarray(divisors, np.float32).reshape(inverse.shape)  # of one for all, an error
+    return np.asarray(divisors, np.float32).reshape(inverse.shape)  # one for all is an error
 
 
 def _llama3(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
@@ -129,7 +129,7 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 
 def read_number(entries: Mapping[str, Any], name: str, path: Path, default: Any = None) -> float:
-    """A number above 0 of config.json; raises `UserError` for anything else, and for none."""
+    """A number above 0 of config.json; raises `UserError` for anything else, or without entry."""
     value: Any = entries.get(name)
     value = default if value is None else value
     if type(value) in (int, float) and 0 < value < 1e300:
@@ -212,9 +212,9 @@ def _read_divisors(rope: Mapping[str, Any], name: str, path: Path) -> tuple[floa
 
 
 def scaling_to_config(rope: Rope | None, head_dim: int, context: int) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json for a model of so many positions.
+    """`rope_scaling` of config.json for a model of `context` positions.
 
-    Raises `UserError` for divisors that it cannot name.
+    Raises `UserError` for divisors that config.json cannot name.
     """
     if rope is None or rope.scaling is None:
         return None
@@ -222,7 +222,7 @@ def scaling_to_config(rope: Rope | None, head_dim: int, context: int) -> dict[st
     if scaling.kind == "divisors":
         scaling = _published_llama3(rope, head_dim)
     if scaling.kind == "longrope":
-        # Three entries, which is all that Transformers 4 takes, if the factor is the usual one.
+        # Three entries, all that Transformers 4 accepts, if the factor is the usual one.
         both = {"short_factor": scaling.divisors, "long_factor": scaling.long_divisors}
         config = {"type": "longrope"} | {k: [short(x) for x in v] for k, v in both.items()}
         original = scaling.original_positions
@@ -243,14 +243,14 @@ def scaling_to_config(rope: Rope | None, head_dim: int, context: int) -> dict[st
 
 
 def _published_llama3(rope: Rope, head_dim: int) -> RopeScaling:
-    """The named scaling whose divisors these are; raises `UserError` if it is none of Llama 3's."""
+    """The named scaling with these divisors; raises `UserError` unless it is one of Llama 3's."""
     assert rope.scaling is not None
     named = RopeScaling("llama3", factor=max(rope.scaling.divisors), original_positions=8192)
     same = rope_frequencies(dataclasses.replace(rope, scaling=named), head_dim)[0]
     if not np.allclose(same, rope_frequencies(rope, head_dim)[0], rtol=1e-4):
         raise UserError(
-            "found a model with rope divisors of its own (rope_freqs.weight); expected those of "
-            "Llama 3.1 or 3.2, the only ones that config.json can name. Export GGUF."
+            "found a model with custom rope divisors (rope_freqs.weight); expected Llama 3.1's or "
+            "3.2's, the only ones that config.json can name. Export GGUF."
         )
     return named
 
@@ -275,9 +275,9 @@ def scaling_from_gguf(table: TensorTable, arch: str) -> RopeScaling | None:
     def number(name: str, default: float) -> float:
         return float(meta.get(f"{arch}.rope.scaling.{name}", default))
 
-    factor = number("factor", 1.0) or 1.0  # as llama.cpp takes 0, and one without a type
+    factor = number("factor", 1.0) or 1.0  # llama.cpp reads 0, or a missing type, like this
     kind = meta.get(f"{arch}.rope.scaling.type", "linear" if factor != 1 else "none")
-    # Converters write yarn's own factor beside it, and llama.cpp computes that anew.
+    # Converters also write yarn's factor, which llama.cpp computes itself.
     if kind != "yarn" and number("yarn_attn_factor", 1.0) != 1:
         raise UserError(
             f"{table.paths[0]}: found rope.scaling.yarn_attn_factor = "
@@ -294,7 +294,7 @@ def scaling_from_gguf(table: TensorTable, arch: str) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling(kind, factor=factor, original_positions=original)
     attention = yarn_attention_factor(factor)
-    if logs := number("yarn_log_multiplier", 0.0):  # `mscale_all_dim`, beside an mscale of 1
+    if logs := number("yarn_log_multiplier", 0.0):  # `mscale_all_dim`, with an mscale of 1
         attention /= yarn_attention_factor(factor, logs)
     return RopeScaling(
         kind,
@@ -308,27 +308,28 @@ def scaling_from_gguf(table: TensorTable, arch: str) -> RopeScaling | None:
 
 def _stored_divisors(table: TensorTable, name: str) -> tuple[float, ...]:
     info = table.info(name)
-    divisors = np.ones(info.shape)  # of a header alone, from which nothing is rotated
+    divisors = np.ones(info.shape)  # a header without tensors, by which nothing is rotated
     if table.holds(name):
         divisors = np.asarray(decode(table.raw(name), info.dtype))
     return tuple(float(x) for x in divisors)
 
 
 def short(value: float) -> float:
-    """The shortest number that is the same float32: 1e-6 for 9.99999997e-07."""
+    """The shortest decimal of a float32: 1e-6 for 9.99999997e-07."""
     return float(str(np.float32(value)))
 
 
 def scaling_to_gguf(rope: Rope | None, *, logs: bool = False) -> dict[str, Any]:
     """Key-values of a GGUF header, without the architecture's name.
 
-    With `logs` the family's headers have a multiplier of yarn's logarithm, by which it may be 1.
-    Raises `UserError` for a yarn that llama.cpp does not compute; see `rope_tensors` for others.
+    With `logs` the family's headers have a multiplier of yarn's logarithm, so that its factor may
+    be 1. Raises `UserError` for a yarn that llama.cpp does not compute. `rope_tensors` stores other
+    kinds.
     """
     scaling = None if rope is None else rope.scaling
     if scaling is not None and scaling.kind == "longrope":
         return {
-            "rope.scaling.type": scaling.kind,  # without it MiniCPM's divisors are not looked for
+            "rope.scaling.type": scaling.kind,  # for MiniCPM's divisors
             "rope.scaling.original_context_length": scaling.original_positions,
             "rope.scaling.attn_factor": float(scaling.attention_factor),
         }
@@ -336,13 +337,13 @@ def scaling_to_gguf(rope: Rope | None, *, logs: bool = False) -> dict[str, Any]:
         return {}
     if not scaling.truncate:
         raise UserError(
-            "found yarn with truncate=false; expected whole dimensions, which llama.cpp computes. "
+            "found yarn with truncate=false; expected true, which llama.cpp computes. "
             "Export --format=hf."
         )
     values = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
     if scaling.kind == "linear":
         return values
-    # llama.cpp multiplies yarn's own factor by `attn_factor`, and divides by the multiplier's.
+    # llama.cpp multiplies yarn's factor by `attn_factor`, and divides by the multiplier's.
     theirs = yarn_attention_factor(scaling.factor)
     if logs:
         multiplier = float(scaling.attention_factor == 1)
@@ -368,9 +369,9 @@ SCALING_KEYS = (
 
 
 def rope_tensors(rope: Rope | None, head_dim: int) -> dict[str, np.ndarray]:
-    """GGUF's tensors of one float32 divisor a frequency; none where the header says it all.
+    """GGUF's tensors with a float32 divisor for each frequency; {} if the header is enough.
 
-    llama.cpp keeps Llama 3's scaling so, and longrope's.
+    llama.cpp stores Llama 3's and longrope's scaling in them.
     """
     if rope is None or rope.scaling is None:
         return {}

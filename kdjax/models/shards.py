@@ -1,7 +1,7 @@
-"""A model's arrays over several devices: what each holds, what is gathered and what is summed.
+"""A model's arrays over several devices: what each has, what is gathered and what is summed.
 
-Each device runs one device's program on its own rows. On a mesh with `fsdp` it holds a `Shard` of
-each matrix, which is gathered where it is used; two GPUs may hold halves of the masters over `data`
+Each device runs one device's program on its rows. On a mesh with `fsdp` it has a `Shard` of each
+matrix, which is gathered where it is used; two GPUs may each have half of the masters over `data`
 (`sharding.splits_state`).
 """
 
@@ -25,12 +25,12 @@ from kdjax.models.kernels.common import FP8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """This device's part of an array that a mesh splits; exists within `Spread.map_rows` alone."""
+    """This device's part of an array that a mesh splits; only inside `Spread.map_rows`."""
 
     part: Any
     axis: int = dataclasses.field(metadata=dict(static=True))  # counted from the last, below 0
     over: str = dataclasses.field(metadata=dict(static=True))  # "fsdp" or "data", of the mesh
-    # In which float32 numbers travel, as what multiplies them takes them; None: as they are.
+    # In which float32 numbers are sent, the dtype of their products; None: unchanged.
     dtype: DTypeLike | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def __getitem__(self, index: Any) -> "Shard":
@@ -38,13 +38,13 @@ class Shard:
         return dataclasses.replace(self, part=self.part[index])
 
     def gather(self) -> Array:
-        """The whole array. Its gradient is summed over the devices and scattered again."""
+        """The full array. Its gradient is summed over the devices and scattered again."""
         axis = self.part.ndim + self.axis
         if self.dtype is not None and self.part.dtype == jnp.float32:
             return _gather_as(self.part, axis, self.over, self.dtype)
         if self.part.dtype != FP8:
             return jax.lax.all_gather(self.part, self.over, axis=axis, tiled=True)
-        # NCCL has no float8; its bits travel as well.
+        # NCCL has no float8; its bits are sent instead.
         bits = jax.lax.bitcast_convert_type(self.part, jnp.uint8)
         whole = jax.lax.all_gather(bits, self.over, axis=axis, tiled=True)
         return jax.lax.bitcast_convert_type(whole, FP8)
@@ -52,7 +52,7 @@ class Shard:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather_as(part: Array, axis: int, over: str, dtype: DTypeLike) -> Array:
-    """The float32 array of which devices hold parts, rounded to `dtype`; its gradient is not."""
+    """The full float32 array, rounded to `dtype`; its gradient is not rounded."""
     sent, count = part.astype(dtype), jax.lax.axis_size(over)
     if over == "fsdp":
         return jax.lax.all_gather(sent, over, axis=axis, tiled=True).astype(part.dtype)
@@ -72,8 +72,8 @@ def _scatter(axis: int, over: str, dtype: DTypeLike, _: None, gradient: Array) -
 
 
 def _pick(parts: Sequence[Array], place: Array, axis: int) -> Array:
-    """The part at a place that differs from device to device."""
-    # Of two what was measured, which reads both; of more a slice, which reads one.
+    """The part at an index that differs between devices."""
+    # For two parts a choice, as measured, which reads both; for more a slice, which reads one.
     if len(parts) == 2:
         return jax.lax.select_n(place, *parts)
     size = parts[0].shape[axis]
@@ -95,21 +95,21 @@ def _is_shard(x: Any) -> bool:
 
 
 def gather_shards(tree: Any) -> Any:
-    """The tree with whole arrays in place of shards."""
+    """The tree with full arrays in place of shards."""
     return jax.tree.map(lambda x: x.gather() if _is_shard(x) else x, tree, is_leaf=_is_shard)
 
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Where a model's arrays lie: what a program over its rows must know; hashable.
+    """How a model's arrays are spread, for programs over its rows; hashable.
 
-    Each device runs one device's program on its own rows. It holds parameters whole, or their
-    shards, of which it gathers a layer at a time.
+    Each device runs one device's program on its rows. It has full parameters, or shards, of which
+    it gathers a layer at a time.
     """
 
     placement: Placement
     specs: tuple[P, ...]  # of each array, in the order of the parameters' leaves, without `tensor`
-    dtype: DTypeLike | None = None  # in which parts of float32 matrices travel; None: as they are
+    dtype: DTypeLike | None = None  # in which parts of float32 matrices are sent; None: unchanged
 
     @classmethod
     def of(cls, arrays: Any, placement: Placement, dtype: DTypeLike | None = None) -> "Spread":
@@ -129,7 +129,7 @@ class Spread:
         return jax.tree.unflatten(jax.tree.structure(params), self.specs)
 
     def mark(self, params: Any) -> Any:
-        """The parameters that a device holds, split ones as `Shard`."""
+        """The parameters of a device, split ones as `Shard`."""
 
         def one(leaf: Array, spec: P) -> Any:
             for place, axis in enumerate(spec):
@@ -142,10 +142,10 @@ class Spread:
     def map_rows(
         self, function: Callable[..., Any], ins: Sequence[Any] = (), outs: Any = ROWS
     ) -> Callable[..., Any]:
-        """`function(params, *arrays)`, each device on its own rows.
+        """`function(params, *arrays)`, each device on its rows.
 
-        `ins` and `outs` are the specs of the arrays and of the result, by default rows first, whose
-        number divides evenly.
+        `ins` and `outs` are the specs of the arrays and of the result; by default rows are the
+        first axis, and their number divides evenly.
         """
 
         def run(params: Any, *arrays: Any) -> Any:
@@ -159,7 +159,7 @@ class Spread:
 
 
 def map_rows(function: Callable[..., Any], spread: Spread | None, **specs: Any) -> Any:
-    """See `Spread.map_rows`; the function itself for a model that is placed nowhere."""
+    """See `Spread.map_rows`; the function itself for a model without a placement."""
     return function if spread is None else spread.map_rows(function, **specs)
 
 
@@ -171,11 +171,11 @@ def gather_rows(tree: Any, spread: Spread | None) -> Any:
 
 
 def sum_rows(sums: Any, dtype: DTypeLike | None = None, *, ordered: bool = False) -> Any:
-    """Adds up the devices' sums to those of all rows, within `map_rows`; shards stay in place.
+    """Adds the sums of devices to sums over all rows, within `map_rows`; shards stay in place.
 
-    A shard's gradient has been summed over its axis when it was scattered. Matrices travel in
-    `dtype`, if one is given, at half the bytes in bfloat16. With `ordered` devices are added in
-    their order, so that the last bit does not depend on which process holds which.
+    A shard's gradient was already summed over its axis when it was scattered. Matrices are sent in
+    `dtype`, if one is given: in bfloat16, half the bytes. With `ordered` devices are added in
+    order, so that the last bit does not depend on which process has which device.
     """
 
     def one(x: Any) -> Array:

@@ -1,10 +1,10 @@
-"""Speculative generation: a small model drafts some ids, the big one reads them in one pass.
+"""Speculative decoding: a small model drafts some ids, the big model reads them in one pass.
 
-What comes out is the big model's own: greedily the same ids, at a temperature the same distribution
-(Leviathan, Kalman, Matias 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318). Rows accept
-different numbers of drafts, so each goes on at its own position. `DraftWriter` is how slots of the
-engine (`models.decoding`) advance so, `BlockWriter` how they do by the block of the big model's own
-that drafts.
+The output is the big model's: greedily the ids that it would write alone, at a temperature ids of
+its distribution (Leviathan, Kalman, Matias 2023, arXiv:2211.17192; Chen et al. 2023,
+arXiv:2302.01318). Rows accept different numbers of drafts, so each continues at its position. Slots
+of the engine (`models.decoding`) advance by a `DraftWriter`, or by a `BlockWriter` if the big
+model's next-token block drafts.
 
 Letters: B rows, K drafts a round, N = K + 1, V vocabulary.
 """
@@ -38,26 +38,26 @@ from kdjax.models.shards import Spread
 from kdjax.models.weights import mask_padding, unembed
 
 MOST_DRAFTS = 64
-_DRAFT, _ACCEPT, _REPLACE = range(3)  # what a place's key is split for
+_DRAFT, _ACCEPT, _REPLACE = range(3)  # purposes that a position's key is split for
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftWriter:
-    """A big model that writes what a small one drafts: a `Writer` of a pair of parameters.
+    """A big model for which a small one drafts: a `Writer` of a pair of parameters.
 
-    A round reads the drafts and adds those that were accepted, and one id of the big model's own.
+    A round reads the drafts, and adds the accepted ones and one id that the big model draws.
     """
 
     big: StepWriter
     small: StepWriter
-    drafts: int  # a round
+    drafts: int  # in a round
     spread: Spread | None = None  # of both models' parameters
 
     @classmethod
     def of(
         cls, big: StepWriter, small: StepWriter, params: tuple[Params, Params], drafts: int
     ) -> "DraftWriter":
-        """Raises `UserError` for a number of drafts below 1 or above 64, and for other devices."""
+        """Raises `UserError` for fewer drafts than 1 or more than 64, or for different devices."""
         if not 1 <= drafts <= MOST_DRAFTS:
             raise UserError(f"found {drafts} drafts a pass; expected 1 to {MOST_DRAFTS}.")
         places = [side.spread and side.spread.placement for side in (big, small)]
@@ -66,13 +66,14 @@ class DraftWriter:
         if places[0].mesh != places[1].mesh:
             raise UserError(
                 f"the model is on {places[0].mesh.size} devices and its draft on "
-                f"{places[1].mesh.size}, or on others; expected the same. Load both alike."
+                f"{places[1].mesh.size}, or on other ones; expected one set of devices. Load both "
+                "with equal settings."
             )
         return cls(big, small, drafts, Spread.of(params, places[0]))
 
     @property
     def spare(self) -> int:
-        """Positions beyond a row's last: of drafts that come to nothing."""
+        """Positions after a row's last, for drafts that are rejected."""
         return self.drafts
 
     def check_prompt(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
@@ -131,7 +132,7 @@ class DraftWriter:
         return jax.lax.while_loop(is_alive, advance, begin)[2:]
 
     def _any_alive(self, slots: Slots) -> Array:
-        """Whether a row of any device has not ended: all run the same number of rounds."""
+        """Whether a row of any device has not ended: all devices run equally many rounds."""
         alive = jnp.any(~slots.done)
         if self.spread is None or self.spread.placement.alone:
             return alive
@@ -141,8 +142,8 @@ class DraftWriter:
         self, params: tuple[Params, Params], weights: Any, slots: Slots, keys: Any, sampling: Any
     ) -> tuple[Slots, Drawn]:
         layers, head = weights[0]
-        # A key for each place of an answer. What a place holds thereby depends on what is before it
-        # alone: a draft that was thrown away unseen may be drawn again by the same key.
+        # A key for each position of a completion. Its id thus depends only on the ids before it: a
+        # draft that was dropped unread may be drawn again by its key.
         places = jnp.arange(self.drafts + 1, dtype=jnp.int32)[None]
         at = slots.drawn[:, None] + places
         keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, at)
@@ -162,7 +163,7 @@ class DraftWriter:
         told = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32), accepted + 1)
         told = jnp.where(slots.done, 0, jnp.minimum(told, slots.limits - slots.drawn))
         drawn = slots.drawn + told
-        # The id before the next: a draft, or the one that was read first.
+        # The id before `last`: a draft, or the id that was read first.
         before = jnp.take_along_axis(read, accepted[:, None], axis=1)[:, 0]
         added = Drawn(ids, _log_probs_of(logits, ids), told, jnp.where(slots.done, -1, accepted))
         slots = slots._replace(
@@ -230,7 +231,7 @@ class DraftWriter:
     def _choose(
         self, hidden: Array, keys: Any, *, head: Array, sampling: Sampling
     ) -> tuple[Array, Array | None]:
-        """A draft a row, of its hidden state `[B, 1, D]`, and the logits that it was drawn from."""
+        """A draft for each row from its hidden state `[B, 1, D]`, and the logits of the draw."""
         logits = self._logits(hidden, head, self.small.real)
         if sampling.temperature == 0:
             return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32), None
@@ -239,11 +240,11 @@ class DraftWriter:
 
 
 class BlockWriter(DraftWriter):
-    """A model that writes what its own block drafts: `small` has the block among its parameters.
+    """A model whose next-token block drafts for it: `small` has the block among its parameters.
 
-    The block reads each id with the hidden state of the one before it: the model's, and behind the
-    last id that the model has read the block's own. A round ends with the ids that the model read,
-    of which the block then keeps what it would have kept of the model's states. (llama.cpp's
+    The block reads each id with the hidden state before it: the model's state, or, after the last
+    id that the model has read, the block's. At the end of a round the block reads the round's ids
+    again, with the model's states, and stores keys and values of this reading. (llama.cpp's
     `draft-mtp`, common/speculative.cpp.)
     """
 
@@ -260,7 +261,7 @@ class BlockWriter(DraftWriter):
         return ready, (prepare_block(params[1], functions=functions, spread=spread), ready[1])
 
     def open_cache(self, slots: int, capacity: int) -> tuple[Cache, Any]:
-        """See `Writer`; the block's has the last hidden state that was read, `[1, B, 1, D]`."""
+        """See `Writer`; the block's cache has also the last hidden state read, `[1, B, 1, D]`."""
         spec, dtype = self.small.functions.spec, self.small.functions.compute.dtype
         half = jnp.zeros((1, slots, spec.num_kv_heads, capacity, spec.head_dim), dtype)
         before = jnp.zeros((1, slots, 1, spec.hidden_size), dtype)
@@ -281,7 +282,7 @@ class BlockWriter(DraftWriter):
     def _draft(
         self, params: Params, weights: Any, slots: Slots, keys: Any, sampling: Sampling
     ) -> tuple[Array, Array | None, Callable[[Array, Array, Array], Any]]:
-        """Drafts as `DraftWriter._draft` gives them."""
+        """Drafts as `DraftWriter._draft` returns them."""
         (block, head), start = weights, slots.places
         extend = functools.partial(self.block.draft_extend, params, block=block)
         cache, before = slots.cache[1]
@@ -316,14 +317,14 @@ def _join_inputs(first: DeltaInputs, more: DeltaInputs) -> DeltaInputs:
 
 
 def _log_probs(logits: Array, sampling: Sampling) -> Array:
-    """Log-probabilities `[B, N, V]` of what is drawn from: -inf outside top-k and top-p."""
+    """Log-probabilities `[B, N, V]` of the draws: -inf outside top-k and top-p."""
     least = find_least(logits, sampling)
     kept = logits if least is None else jnp.where(logits >= least, logits, -jnp.inf)
     return jax.nn.log_softmax(kept / sampling.temperature, axis=-1)
 
 
 def _draw(weights: Float[Array, "B V"], keys: Any, purpose: int) -> Int[Array, " B"]:
-    """An id a row by its share of the weights."""
+    """One id a row, drawn by weight."""
     of_purpose = jax.vmap(lambda key: jax.random.fold_in(key, purpose))(keys)
     return draw_by_weight(weights, of_purpose)
 
@@ -335,10 +336,10 @@ def judge(
     keys: Any,
     sampling: Sampling,
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """How many drafts of each row the big model accepts, and the id that follows them.
+    """The number of drafts of each row that the big model accepts, and the id that follows them.
 
-    `logits` are the big model's before each draft and after the last, `draft_logits` what the
-    drafts were drawn from (None at temperature 0), `keys` `[B, N]` those of the places.
+    `logits` are the big model's before each draft and after the last. The drafts were drawn from
+    `draft_logits` (None at temperature 0). `keys` `[B, N]` belong to the positions.
     """
     count = drafts.shape[1]
     if sampling.temperature == 0:
@@ -351,19 +352,19 @@ def judge(
     chances = jax.vmap(jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, _ACCEPT))))
     likelier, drawn = (x[..., 0] for x in of_drafts)
     accepted = _count_first(chances(keys[:, :count]) * drawn < likelier)
-    # Behind the last draft there is none to hold back: the rest is the whole.
+    # After the last draft nothing was drawn: the rest is all of p.
     q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
     at = accepted[:, None, None]
     p, q = (jnp.take_along_axis(x, at, axis=1)[:, 0] for x in (p, q))
     rest = jnp.maximum(p - q, 0.0)
-    # Equal distributions reject nothing; where rounding does, all of p is as good.
+    # Equal distributions reject no draft; if rounding does, draw from all of p.
     rest = jnp.where(jnp.sum(rest, axis=-1, keepdims=True) > 0, rest, p)
     of_next = jnp.take_along_axis(keys, accepted[:, None], axis=1)[:, 0]
     return accepted, _draw(rest, of_next, _REPLACE)
 
 
 def _count_first(accept: Array) -> Array:
-    """How many are true before the first that is not, `[B]`."""
+    """The number of true values before the first false one, `[B]`."""
     return jnp.sum(jnp.cumprod(accept.astype(jnp.int32), axis=-1), axis=-1)
 
 

@@ -49,7 +49,7 @@ def hidden_and_states(
     positions: Array,
     names: Sequence[str],
 ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-    """Hidden states of a model, and by name the states that `names` asks for.
+    """Hidden states of a model, and by name the states in `names`.
 
     Queries, keys and values are `[B, T, heads, width]`, normalised and rotated; all others are
     `[B, T, D]`. A custom module has a method of this name.

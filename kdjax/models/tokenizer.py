@@ -1,7 +1,7 @@
 """Tokenizers, rebuilt from a GGUF header or read from a Hugging Face folder.
 
-Encoding is `tokenizers`' and chat templates are `transformers`' own; what lives here is the bridge
-from GGUF key-values to them.
+`tokenizers` encodes and `transformers` renders chat templates; this module builds them from GGUF
+key-values.
 """
 
 import collections
@@ -59,7 +59,7 @@ BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back, with what vocabulary alignment and chat data need beside it."""
+    """Text to ids and back, and facts for vocabulary alignment and chat data."""
 
     encoder: Encoder
     tokens: tuple[str, ...]  # by id, padding entries left out
@@ -67,15 +67,15 @@ class Tokenizer:
     special_ids: frozenset[int]
     eos_id: int
     chat_template: str | None
-    names_eos: bool = True  # its file does; without one `eos_id` is the last id
+    names_eos: bool = True  # whether its file does; otherwise `eos_id` is the last id
     bos_id: int | None = None
     pad_id: int | None = None
-    opening_id: int | None = None  # BOS, where the model's file puts it before every text
-    named_ends: frozenset[int] = frozenset()  # ends of answers that its file names beside eos
+    opening_id: int | None = None  # BOS, if the model's file puts it before every text
+    named_ends: frozenset[int] = frozenset()  # other ends of answers that its file names
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that some token has; heads are often padded beyond it."""
+        """Number of ids that have a token; heads are often padded beyond it."""
         return len(self.tokens)
 
     @property
@@ -96,23 +96,23 @@ class Tokenizer:
 
     @functools.cached_property
     def added_ids(self) -> frozenset[int]:
-        """Ids of tokens that text is searched for before it is cut: special and other ones."""
+        """Ids of added tokens, special or not: text is searched for them before it is cut."""
         return frozenset(self.encoder.get_added_tokens_decoder())
 
     def open_text(self, ids: list[int]) -> list[int]:
-        """Ids of the beginning of a text, behind BOS where the model's file asks for it."""
+        """Ids of the beginning of a text, after BOS if the model's file adds it."""
         if self.opening_id is None or ids[:1] == [self.opening_id]:
             return ids
         return [self.opening_id, *ids]
 
     def open_array(self, ids: np.ndarray) -> np.ndarray:
-        """The same of an array, uint32 `[n]`."""
+        """`open_text` for an array, uint32 `[n]`."""
         opened = np.array(self.open_text(ids[:1].tolist()), np.uint32)
         return np.concatenate([opened, ids[1:]])
 
     @functools.cached_property
     def content_hash(self) -> str:
-        """SHA-256 of all that decides ids: the serialised encoder, the template, and BOS."""
+        """SHA-256 of everything that decides ids: the serialised encoder, the template, and BOS."""
         said = [sorted(self.special_ids), self.chat_template]
         if self.opening_id is not None:
             said.append(self.opening_id)
@@ -134,7 +134,7 @@ class Tokenizer:
 
     @property
     def _spelled(self) -> list[bytes] | None:
-        """The bytes of each token, special ones by their names; None as `token_bytes`."""
+        """The bytes of each token, special ones by name; None in the cases of `token_bytes`."""
         if is_sentencepiece(self.encoder):
             return [
                 bytes([int(token[3:5], 16)])
@@ -152,23 +152,23 @@ class Tokenizer:
 
     @functools.cached_property
     def ids_by_bytes(self) -> dict[bytes, int]:
-        """The id of each spelling that one token alone has; none as `token_bytes`."""
+        """The id of each spelling that only one token has; None in the cases of `token_bytes`."""
         spelled = self._spelled or []
         counts = collections.Counter(spelled)
         return {text: i for i, text in enumerate(spelled) if counts[text] == 1}
 
     @functools.cached_property
     def mark_ids(self) -> frozenset[int]:
-        """Ids whose strings are marks and no text: special ones, and added ones written <|so|>.
+        """Ids whose strings are marks, not text: special tokens, and added tokens spelt <|so|>.
 
-        Of the latter some converters say that they are special, others not.
+        Converters differ in whether they declare the latter special.
         """
         marks = (i for i in self.added_ids if re.fullmatch(r"<\|.+\|>", self.tokens[i]))
         return self.special_ids.union(marks)
 
     @functools.cached_property
     def _plain(self) -> Encoder:
-        """The encoder that takes the strings of `mark_ids` for ordinary text."""
+        """The encoder that reads the strings of `mark_ids` as ordinary text."""
         described = json.loads(self.encoder.to_str())
         for token in described["added_tokens"]:
             token["special"] = token["id"] in self.mark_ids
@@ -184,13 +184,13 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def count_marks(self, text: str) -> dict[str, int]:
-        """How often each string of `mark_ids`, and each mark of the chat template, is in a text."""
+        """Counts of each string of `mark_ids`, and of each mark of the chat template, in a text."""
         return dict(collections.Counter(m[0] for m in self._mark_pattern.finditer(text)))
 
     def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
-        """Ids of the text; nothing is added at its ends.
+        """Ids of the text, without BOS or EOS.
 
-        Strings of `mark_ids` become these, or ordinary text without `parse_special`.
+        Strings of `mark_ids` become their ids, or ordinary text without `parse_special`.
         """
         encoder = self.encoder if parse_special else self._plain
         return encoder.encode(text, add_special_tokens=False).ids
@@ -211,7 +211,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, start: bool = False) -> str:
         """Text of the ids, special tokens included.
 
-        With `start` the ids begin a text, whose first space may be one that encoding put there.
+        With `start` the ids begin a text, whose first space encoding may have added.
         """
         if start or self._within is None:
             return self.encoder.decode(list(ids), skip_special_tokens=False)
@@ -219,7 +219,7 @@ class Tokenizer:
         return self._within.decode([token for token in known if token is not None])
 
     def find_offsets(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Characters `[start, end)` of `decode(ids)` that each stands for, or is a part of."""
+        """Characters `[start, end)` of `decode(ids)` that each id spells, entirely or in part."""
         offsets: list[tuple[int, int]] = []
         at = 0
         for i in range(1, len(ids) + 1):
@@ -236,19 +236,19 @@ class Tokenizer:
     def encode_with_offsets(
         self, text: str, *, parse_special: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids as of `encode`, and the characters `[start, end)` that each came from."""
+        """Ids as from `encode`, and the characters `[start, end)` that each came from."""
         ((ids, offsets),) = self.encode_batch_with_offsets([text], parse_special=parse_special)
         return ids.tolist(), list(map(tuple, offsets.tolist()))
 
     def encode_batch_with_offsets(
         self, texts: Sequence[str], *, parse_special: bool = True
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The same of each text, on all cores: uint32 ids, int64 characters `[n, 2]`."""
+        """`encode_with_offsets` of texts, on all cores: uint32 ids, int64 characters `[n, 2]`."""
         return encode_texts(self.encoder if parse_special else self._plain, texts)
 
     @property
     def _named_tokens(self) -> dict[str, Any]:
-        """Tokens that a template may write by these names."""
+        """Tokens that a template may refer to by name."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         size = self.vocab_size
         return {name: self.tokens[i] for name, i in ids.items() if i is not None and i < size}
@@ -281,11 +281,11 @@ class Tokenizer:
 def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokenizer:
     """The tokenizer of a GGUF or .apr file, or of a Hugging Face folder.
 
-    A file without one of its own takes the `tokenizer.json` beside it. `table` spares opening the
-    file once more. Raises `UserError` if there is no tokenizer.
+    For a file without a tokenizer, the `tokenizer.json` in its folder is read. With a `table` the
+    file is not opened again. Raises `UserError` if there is no tokenizer.
     """
     path = Path(fetch_path(path, TOKENIZER))
-    if path.is_dir():  # which may hold a tokenizer and no weights
+    if path.is_dir():  # which may have a tokenizer and no weights
         return _from_folder(path)
     table = open_table(path) if table is None else table
     if "general.architecture" in table.metadata or "tokenizer.ggml.tokens" in table.metadata:
@@ -296,11 +296,11 @@ def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokeni
 class TokenizerFiles(NamedTuple):
     """Where a tokenizer is stored: in a folder's files or in the key-values of a GGUF header."""
 
-    folder: Path | None  # with tokenizer.json; None if key-values hold the tokenizer
-    values: dict[str, Any]  # those key-values
+    folder: Path | None  # with tokenizer.json; None if key-values have the tokenizer
+    values: dict[str, Any]  # the key-values
 
     def list_paths(self) -> list[Path]:
-        """The tokenizer's own files in the folder, which also holds the model's config.json."""
+        """The tokenizer's files in the folder, without config.json, which is the model's."""
         if self.folder is None:
             return []
         patterns = [name for name in TOKENIZER if name != "config.json"]
@@ -309,7 +309,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def find_tokenizer_files(path: str | Path, table: TensorTable | None = None) -> TokenizerFiles:
-    """How the file or folder stores its tokenizer; `table` as in `load_tokenizer`."""
+    """Where the file or folder stores its tokenizer; `table` as in `load_tokenizer`."""
     path = Path(fetch_path(path, TOKENIZER))
     if path.is_dir():
         return TokenizerFiles(path, {})
@@ -324,13 +324,13 @@ def find_tokenizer_files(path: str | Path, table: TensorTable | None = None) -> 
 def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """Rebuilds a byte-level BPE tokenizer from GGUF key-values; `source` is named in errors.
 
-    Raises `UserError` for key-values that are none of such a tokenizer.
+    Raises `UserError` for key-values without such a tokenizer.
     """
     try:
         return _rebuild(metadata, source)
     except UserError:
         raise
-    except Exception as error:  # values of any type; the encoder's own errors have no type
+    except Exception as error:  # values may have any type, and the encoder raises bare exceptions
         raise UserError(
             f"{source}: found a tokenizer that cannot be rebuilt ({type(error).__name__}: "
             f"{str(error)[:200]}); expected tokens, their types and merges of two. {_ANOTHER}"
@@ -338,7 +338,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
 
 
 def _read_parts(metadata: Mapping[str, Any], rule: Rule, *, scored: bool) -> EncoderParts:
-    """Tokens without padding rows, their types and merges; with scores the merges follow these."""
+    """Tokens without padding rows, their types, and merges, by score if `scored`."""
     tokens: list[str] = list(metadata["tokenizer.ggml.tokens"])
     parts = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", [])]
     merges = [(left, right) for left, right in parts]
@@ -405,7 +405,7 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
 
 
 def default_pre_tokenizer(metadata: Mapping[str, Any]) -> str:
-    """How text is cut, a key of `PRE_TOKENIZERS`, in a file that does not say."""
+    """The pre-tokenizer, a key of `PRE_TOKENIZERS`, of a file that names none."""
     if "general.architecture" in metadata:  # GGUF files from before the key existed
         return "default"
     family = FAMILIES.get(metadata.get("model_type", ""))
@@ -413,7 +413,7 @@ def default_pre_tokenizer(metadata: Mapping[str, Any]) -> str:
 
 
 def opens_with_bos(metadata: Mapping[str, Any]) -> bool:
-    """Whether a file asks for BOS before every text; where it does not say, its kind does."""
+    """Whether BOS opens every text, by the file or, if it does not say, by its kind."""
     if (said := metadata.get("tokenizer.ggml.add_bos_token")) is not None:
         return bool(said)
     kind = KINDS.get(metadata.get("tokenizer.ggml.model", ""))
@@ -422,7 +422,7 @@ def opens_with_bos(metadata: Mapping[str, Any]) -> bool:
 
 
 def _guess_types(tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> list[int]:
-    """Types that a file does not tell: merging makes all tokens but single bytes and added ones."""
+    """Types of tokens in a file without types: tokens that no merge makes, but bytes, are added."""
     made = {left + right for left, right in merges}
     known = ((NORMAL if len(t) == 1 or t in made else CONTROL) for t in tokens)
     pairs = zip(tokens, known, strict=True)
@@ -449,7 +449,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     ends = load_json(path, "a file").get("eos_token_id") if path.is_file() else None
     ends = ends if isinstance(ends, list) else [ends]
     template = fast.chat_template
-    if isinstance(template, dict):  # by name, where there are several
+    if isinstance(template, dict):  # several templates, by name
         template = template.get("default")
     model = json.loads(encoder.to_str())["model"]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
@@ -472,7 +472,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _open_by_transformers(folder: Path) -> Any:
-    """The folder's tokenizer as Transformers loads it; raises `UserError` for what it refuses."""
+    """The tokenizer that Transformers loads; raises `UserError` if it refuses the folder."""
     from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
 
     path, given = folder / "config.json", dict[str, Any]()
@@ -495,17 +495,17 @@ def _open_by_transformers(folder: Path) -> Any:
 
 
 def _find_refused(config: dict[str, Any], said: str) -> str:
-    """Names what of a folder Transformers refuses: the field without which it takes the config.
+    """Names what Transformers refuses in a folder: the field without which it accepts the config.
 
-    Where none is (the defaults of a large model do not fit the other fields of a small one), it is
-    the first field that what it `said` names, or the one that it takes as 1.
+    If there is no such field (the defaults of a large model do not fit the other fields of a small
+    one), it is the first field that the error `said` names, or the field that it accepts as 1.
     """
     from transformers import AutoConfig
 
     def is_taken(fields: Mapping[str, Any]) -> bool:
         try:
             AutoConfig.for_model(**fields)
-        except Exception:  # of any kind, as above
+        except Exception:  # any kind, as above
             return False
         return True
 

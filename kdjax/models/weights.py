@@ -3,10 +3,10 @@
 A weight is stored as an array of numbers, as their bits (`to_bits`), in the blocks of its file
 (`PackedMatrix`; `Mixed` for a stack whose layers have different block types), or as float8 with a
 scale a row (`Scaled`). Blocks become numbers where they are used, one layer at a time, inside the
-layer scan; float8 is multiplied as it is. `Adapted` is one of these, frozen, and what is trained
-beside.
+layer scan; float8 is multiplied without decoding. `Adapted` is one of these, frozen, with a trained
+low-rank change.
 
-`models.decode_weights` lays weights out once more for generation, `models.shards` spreads them over
+`models.decode_weights` makes another layout for generation; `models.shards` spreads weights over
 devices.
 """
 
@@ -33,10 +33,10 @@ _WIDENED = 2**20  # numbers of a matrix of bits that are float32 at a time, for 
 
 
 def to_bits(x: Array) -> Array:
-    """bf16 numbers as uint16, float8 as uint8; anything else as it is.
+    """bf16 numbers as uint16, float8 as uint8; other arrays unchanged.
 
-    XLA's CPU backend slices no bf16: it would widen a whole stack of layers to float32 before the
-    scan, 2.6 GB of weights becoming 5.2 beside it. Slices of uint16 stay slices.
+    XLA's CPU backend cannot slice bf16: it would widen a full stack of layers to float32 before the
+    scan, another 5.2 GB for 2.6 GB of weights. Slices of uint16 stay slices.
     """
     return jax.lax.bitcast_convert_type(x, _BITS[x.dtype]) if x.dtype in _BITS else x
 
@@ -45,7 +45,7 @@ _donate_to_bits = jax.jit(to_bits, donate_argnums=0)
 
 
 def hold_bits(x: Array) -> Array:
-    """`to_bits` of an array on devices, which is donated; one that has none comes back itself."""
+    """`to_bits` of an array on devices, which is donated; returns other dtypes unchanged."""
     return _donate_to_bits(x) if x.dtype in _BITS else x
 
 
@@ -62,9 +62,9 @@ def name_numbers(dtype: DTypeLike) -> str:
 def quantize_rows(x: Float[Array, "*rows n"]) -> tuple[Float[Array, "*rows n"], Array]:
     """Rows as float8_e4m3fn and one float32 scale each, `[*rows]`: x ~ values * scale.
 
-    The largest number of a row becomes 448. Down to 2^-14.8 of it the others keep 4 significant
-    bits (an error of at most 1/16), down to 2^-17.8 fewer, and below that they become 0. Not finite
-    numbers make their row NaN.
+    The largest number of a row becomes 448. Numbers down to 2^-14.8 of it have 4 significant bits
+    (an error of at most 1/16), down to 2^-17.8 fewer; smaller ones become 0. A number that is not
+    finite makes its row NaN.
     """
     x = x.astype(jnp.float32)
     scale, inverse = fp8_scales(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
@@ -78,10 +78,10 @@ class PackedMatrix:
 
     fields: tuple[Any, ...]  # arrays [..., out, blocks] or [..., out, blocks, size]
     block: str = dataclasses.field(metadata=dict(static=True))  # a key of `blocks.BLOCKS`
-    dtype: DTypeLike = dataclasses.field(metadata=dict(static=True))  # of the numbers it stands for
+    dtype: DTypeLike = dataclasses.field(metadata=dict(static=True))  # of the decoded numbers
 
     def __getitem__(self, index: Any) -> "PackedMatrix":
-        """Layers or rows: `index` applies to the leading axes, never within a row."""
+        """Selects layers or rows: `index` applies to the leading axes, never within a row."""
         return dataclasses.replace(self, fields=tuple(field[index] for field in self.fields))
 
     @property
@@ -97,7 +97,7 @@ class PackedMatrix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """A stack of L layers of several block types: one stack a type, and where each layer lies.
+    """A stack of L layers of several block types: one stack for each type, and each layer's place.
 
     Q4_K_M files keep half of their value and down projections in Q6_K.
     """
@@ -114,7 +114,7 @@ class Mixed:
         return (len(self.which), *self.stacks[0].shape[1:])
 
     def read(self, which: Int[Array, ""], slot: Int[Array, ""]) -> Array:
-        """The numbers of one layer, `[out, in]`; only the layer's own type is decoded."""
+        """The numbers of one layer, `[out, in]`; only that layer's blocks are decoded."""
 
         def branch(stack: PackedMatrix) -> Callable[[Array], Array]:
             return lambda slot: gather_shards(stack[slot]).decode()
@@ -122,7 +122,7 @@ class Mixed:
         return jax.lax.switch(which, [branch(stack) for stack in self.stacks], slot)
 
     def decode(self) -> Array:
-        """The numbers of one layer, where `which` and `slot` are a layer's own."""
+        """The numbers of one layer, if `which` and `slot` are one layer's."""
         return self.read(self.which, self.slot)
 
 
@@ -131,7 +131,7 @@ def stack_blocks(
 ) -> PackedMatrix | Mixed:
     """A matrix, or a stack, from the fields of its blocks: type, layers (None: all), fields.
 
-    The numbers it stands for are float32.
+    Its decoded numbers are float32.
     """
     stacks = tuple(
         PackedMatrix(fields, dtype, jnp.dtype(jnp.float32)) for dtype, _, fields in parts
@@ -150,7 +150,7 @@ def stack_blocks(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A matrix `[..., out, in]` as float8_e4m3fn, each row with a scale of its own."""
+    """A matrix `[..., out, in]` as float8_e4m3fn, with a scale for each row."""
 
     values: Any  # float8_e4m3fn [..., out, in], or its bits
     scale: Any  # float32 [..., out]
@@ -158,32 +158,32 @@ class Scaled:
     kernels: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def decode(self) -> Float32[Array, "*lead out in"]:
-        """The numbers it stands for."""
+        """The numbers, values times scales."""
         return from_bits(self.values).astype(jnp.float32) * self.scale[..., None]
 
     def __getitem__(self, index: Any) -> "Scaled":
         return dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
 
     def project(self, x: "Array | Float8Rows", out: DTypeLike | None = None) -> Float[Array, "N F"]:
-        """x W^T, x `[N, D]` rounded to float8 with a scale a row if it is not yet.
+        """x W^T in x's dtype, or `out`; x `[N, D]` is rounded to float8 with a scale a row.
 
-        In x's dtype, or in `out`. Both scales go on the output: cuBLASLt takes scales of whole
-        operands only, but XLA gives it a product of two unscaled float8 arrays as it is, and fuses
-        the rest with what comes next.
+        Both scales are applied to the output. cuBLASLt takes only one scale for each operand, but
+        XLA passes it a product of two unscaled float8 arrays, and fuses the scales with the
+        operations that follow.
         """
         rows = self.round(x)
         y = self.unscaled(rows, out)
         return (y.astype(jnp.float32) * rows.scale[:, None] * self.scale[None]).astype(y.dtype)
 
     def round(self, x: "Array | Float8Rows") -> "Float8Rows":
-        """x `[N, D]` as this weight's products take it; as it is if rounded already."""
+        """x `[N, D]` rounded to float8, with a scale a row, unless it is already."""
         if isinstance(x, Float8Rows):
             return x
         round_rows = norms.round_rows if self.kernels else quantize_rows
         return Float8Rows(*round_rows(x), x.dtype)
 
     def unscaled(self, x: "Float8Rows", out: DTypeLike | None = None) -> Float[Array, "N F"]:
-        """The product of the float8 numbers alone."""
+        """The product of the float8 numbers, without scales."""
         return jax.lax.dot_general(
             x.values,
             from_bits(self.values),
@@ -195,11 +195,11 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Float8Rows:
-    """Activations as the products of `Scaled` weights take them, for several to share."""
+    """Activations rounded for products with `Scaled` weights, which can share them."""
 
     values: Float[Array, "N D"]  # float8_e4m3fn
     scale: Float32[Array, " N"]
-    dtype: DTypeLike  # of the numbers that were rounded, and of what is made of them
+    dtype: DTypeLike  # of the numbers before rounding, and of products
 
 
 @jax.tree_util.register_dataclass
@@ -207,11 +207,11 @@ class Float8Rows:
 class Joined:
     """Several weights concatenated by `decode_weights.join`, so that q, k and v are one product.
 
-    It sits in the first one's slot; the other slots hold empty matrices.
+    It takes the place of the first; the other places hold empty matrices.
     """
 
     values: Any  # numbers [out, in]
-    sizes: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # rows of each
+    sizes: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # rows of each weight
 
     def project(self, x: Float[Array, "N D"]) -> Float[Array, "N F"]:
         """x W^T, in the dtype of the values."""
@@ -221,14 +221,14 @@ class Joined:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A frozen matrix W `[..., out, in]`, and the low-rank change that is trained beside it.
+    """A frozen matrix W `[..., out, in]` and its low-rank change, which is trained.
 
     y = x W^T + scale (x A^T) B^T (LoRA: Hu et al. 2021, arXiv:2106.09685). No gradient of W is ever
-    formed. The backward pass decodes a layer's blocks a second time: it keeps no numbers of them.
+    formed. The backward pass decodes a layer's blocks again: their numbers are not stored.
     """
 
     base: Any  # a stored weight
-    a: Any = None  # float32 [..., rank, in]; None: W is frozen and nothing changes it
+    a: Any = None  # float32 [..., rank, in]; None: W is frozen, without a change
     b: Any = None  # float32 [..., out, rank]
     # float32 [..., in]; its gradient is the sum of the squares of what W is multiplied with.
     sums: Any = None
@@ -256,7 +256,7 @@ class Adapted:
 
 
 def _decode_frozen(base: Any) -> Array:
-    """The numbers of a frozen matrix, those of one layer."""
+    """The numbers of one layer of a frozen matrix."""
     if isinstance(base, Mixed):
         return base.decode()
     return decode_weight(gather_shards(base))
@@ -281,7 +281,7 @@ def _project_adapted(x: Array, weights: Sequence[Adapted]) -> list[Array]:
 
 @jax.custom_vjp
 def _sum_squares(x: Array, sums: Array) -> Array:
-    """x as it is; the gradient of `sums` is the sum of its squares over rows."""
+    """x unchanged; the gradient of `sums` is the sum of squares of x over rows."""
     return x
 
 
@@ -293,7 +293,7 @@ _sum_squares.defvjp(lambda x, sums: (x, x), _squares_backward)
 
 
 def _project_frozen(x: Array, base: Any) -> Array:
-    """x W^T for a frozen W in any stored form; its gradient is that of x alone."""
+    """x W^T for a frozen W in any stored form; only x has a gradient."""
     if isinstance(base, Scaled):
         return _project_scaled(x, base)
     if isinstance(base, Array) and base.dtype == x.dtype:
@@ -303,14 +303,14 @@ def _project_frozen(x: Array, base: Any) -> Array:
         numbers = jax.lax.stop_gradient(_decode_frozen(base)).astype(x.dtype)
         return jnp.einsum("ND,FD->NF", x, numbers)
 
-    # Nothing of it is kept for the backward pass but x and the blocks as they are stored. Layers
-    # run in a loop (`Decoder.run_layers`), whose two directions XLA cannot merge.
+    # For the backward pass only x and the stored blocks are kept. Layers run in a loop
+    # (`Decoder.run_layers`), whose two directions XLA cannot merge.
     return jax.checkpoint(run, prevent_cse=False)(x, base)
 
 
 @jax.custom_vjp
 def _project_scaled(x: Array, base: Scaled) -> Array:
-    """A float8 product; x is rounded forwards, and its gradient passes that rounding straight."""
+    """A float8 product; the gradient of x ignores its rounding (straight-through)."""
     return gather_shards(base).project(x)
 
 
@@ -327,14 +327,14 @@ Weight = Array | PackedMatrix | Mixed | Scaled | Joined | Shard | Adapted
 
 
 def round_for(x: Array | Float8Rows, weight: Weight) -> Array | Float8Rows:
-    """x as products with this weight take it: float8 for a `Scaled` one."""
+    """x in the form that products with this weight take: float8 for a `Scaled` weight."""
     return weight.round(x) if isinstance(weight, Scaled) else x
 
 
 def project(
     x: Array | Float8Rows, weight: Array | Scaled | Joined | Adapted
 ) -> Float[Array, "N F"]:
-    """x W^T in x's dtype, for a layer's weight that is numbers, their bits, or has its own way."""
+    """x W^T in x's dtype, for a layer's weight as numbers, as bits, or with a method `project`."""
     if isinstance(weight, Scaled):
         return weight.project(x)
     assert not isinstance(x, Float8Rows)  # float8 is for `Scaled` weights only
@@ -348,10 +348,10 @@ def project(
 
 
 def _project_bits(x: Float[Array, "N D"], bits: Array) -> Float32[Array, "N F"]:
-    """x W^T for few rows and a matrix in the bits of bf16, some of its rows at a time.
+    """x W^T for few rows of x and a matrix in the bits of bf16, some rows of it at a time.
 
-    XLA's CPU backend widens bf16 one number after another, which takes twenty times as long as one
-    row's product; a shift of bits runs in vectors, and what it makes stays in the caches.
+    XLA's CPU backend widens bf16 one number after another, which takes twenty times as long as the
+    product of one row; a shift of bits is vectorised, and its results stay in the caches.
     """
     rows, width = bits.shape
     most = min(max(_WIDENED // width, 1), rows)
@@ -362,7 +362,7 @@ def _project_bits(x: Float[Array, "N D"], bits: Array) -> Float32[Array, "N F"]:
         numbers = jax.lax.bitcast_convert_type(words, jnp.float32)
         return None, jnp.einsum("ND,FD->NF", wide, numbers)
 
-    # The last part begins where it has as many rows as the others.
+    # The last part overlaps the one before, so that all have equal sizes.
     at = jnp.asarray([min(start, rows - most) for start in starts], jnp.int32)
     parts = jax.lax.scan(part, None, at)[1].swapaxes(0, 1)
     rest = rows - starts[-1]
@@ -381,9 +381,9 @@ def project_all(
     """x W^T for several weights of one kind and dtype.
 
     Weights that are cast anyway, a student's float32 masters, are joined into one product: the cast
-    joins them without a pass of its own, and the backward pass makes one gradient of x in place of
-    a sum of several. Not where `tensor` splits rows: joining would move them between devices. With
-    `whole` the first keeps the columns of all that are in its product: to cut it would be a copy.
+    writes them joined, and the backward pass computes one gradient of x instead of a sum of
+    several. Where `tensor` splits rows they are not, since joining would move rows between devices.
+    With `whole` the first product has the columns of all that are joined: cutting it is a copy.
     """
     adapted = [w for w in weights if isinstance(w, Adapted)]
     if adapted:
@@ -411,7 +411,7 @@ def gate_rows(
     activation: Callable[[Array], Array],
     placement: Placement | None = None,
 ) -> Array | Float8Rows:
-    """activation(x gate^T) * (x up^T), `[N, F]`, for weights of one kind; float8 if by a kernel."""
+    """activation(x gate^T) * (x up^T), `[N, F]`, for weights of one kind; float8 by a kernel."""
     match x, gate, up:
         case Float8Rows(), Scaled(kernels=True), Scaled() if activation is jax.nn.silu:
             unscaled = gate.unscaled(x), up.unscaled(x)
@@ -427,16 +427,16 @@ def gate_rows(
 def unembed(
     hidden: Float[Array, "B T D"], head: Array | Scaled | Joined
 ) -> Float32[Array, "B T V"]:
-    """Logits of hidden states, for a head that is numbers, `Scaled`, or ready for few rows.
+    """Logits of hidden states, for a head of numbers, a `Scaled` one, or one for few rows.
 
-    float32 out of the product: bf16 logits put an error of 4% on a KL of 3e-3.
+    The product's output is float32: bf16 logits cause an error of 4% in a KL of 3e-3.
     """
     if isinstance(head, Joined):
         flat = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
         return head.project(flat).reshape(*hidden.shape[:-1], -1)
     if isinstance(head, Scaled):
         flat = hidden.reshape(-1, hidden.shape[-1])
-        # Rounded by XLA and not by our kernel: after the kernel, XLA schedules the logits earlier
+        # XLA rounds here, not the kernel: after the kernel XLA schedules the logits earlier
         # and holds 5 GB of them longer.
         rows = Float8Rows(*quantize_rows(flat), flat.dtype)
         return head.project(rows, jnp.float32).reshape(*hidden.shape[:-1], -1)
@@ -444,9 +444,9 @@ def unembed(
 
 
 def mask_padding(logits: Float[Array, "*B V"], real: int, fill: float = EXCLUDED) -> Array:
-    """The logits, with `fill` for ids from `real` on: padding rows of a head are no tokens.
+    """The logits, with `fill` for ids from `real` on: padding rows of a head are not tokens.
 
-    Masked and not sliced: 151,936 columns keep the matrix product aligned, 151,665 do not.
+    They are masked, not sliced: 151,936 columns keep the matrix product aligned, 151,665 do not.
     """
     if real >= logits.shape[-1]:
         return logits
@@ -470,9 +470,9 @@ def decode_weight(weight: Array | PackedMatrix | Scaled | Adapted) -> Array:
 def slice_layers(stacked: Any, *, by_index: bool = False) -> tuple[Any, Callable[[Any], Any]]:
     """Returns what a scan over layers slices, and the function from a slice to the layer's weights.
 
-    `PackedMatrix` and `Mixed` weights come out as numbers, others as they are, what is `Adapted`
-    unread: its products read it. The stacks of a `Mixed` weight, and `by_index` of all blocks, stay
-    outside the scan's inputs: layers pick from them.
+    `PackedMatrix` and `Mixed` weights are decoded to numbers; `Adapted` ones are not, since their
+    products decode them; others are unchanged. The stacks of a `Mixed` weight, and with `by_index`
+    all blocks, stay outside the scan's inputs: layers pick from them by index.
     """
 
     def cut(weight: Any) -> Any:
