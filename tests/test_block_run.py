@@ -129,7 +129,7 @@ def test_devices_that_share_rows_come_to_one_devices_figures(run, served):
     model = kdjax.load(served, weights="packed", dtype="float32")
     loss, block = kdjax.KDLoss(kdjax.total_variation), kdjax.take_block(model)
     step = kdjax.make_step(block, model, loss, optimizer(config.optim, 4))
-    batch = text_source(config, job.rows, None).next(None)
+    batch = text_source(config.train, job.rows, None).next(None)
     found = step(step.init(block.params), model.params, batch)[1].means()
     first = next(call[2] for call in recorder.calls if call[0] == "step")
     for name in ("loss", "ce", "grad_norm"):

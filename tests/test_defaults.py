@@ -11,7 +11,7 @@ import kdjax
 from kdjax import demo
 from kdjax.config import Config
 from kdjax.models.adapters import DEFAULT_ALPHA
-from kdjax.training.job import _make_loss
+from kdjax.training.job import make_loss
 
 DOCS = Path(__file__).parents[1] / "docs"
 pytestmark = pytest.mark.usefixtures("one_device", "undrawn")
@@ -32,7 +32,7 @@ EXAMPLES = list(list_examples())
 
 
 def test_a_run_and_a_loop_minimise_the_same_loss_by_default():
-    run, loop = _make_loss(Config()), kdjax.KDLoss()
+    run, loop = make_loss(Config().loss, Config().train), kdjax.KDLoss()
     names = [field.name for field in dataclasses.fields(kdjax.KDLoss)]
     assert names == ["divergence", "temperature", "alpha"]
     for name in names:

@@ -35,7 +35,7 @@ from kdjax.models.decoder import Compute, functional
 from kdjax.models.nextn import find_block
 from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import load_tokenizer
-from kdjax.training import compiled, job, plan, teachers
+from kdjax.training import compiled, plan, teachers
 from kdjax.training.job import ask_kinds, assemble, survey
 from kdjax.training.pair import Pair, Vocabulary, open_pair, same_weights
 from scripts.apr.convert import convert
@@ -249,14 +249,17 @@ def test_so_it_is_where_each_keeps_half_of_the_masters(pairs, weights, settings,
         (13, 4, "fsdp=1 does not fit, fsdp=2 does not fit"),
     ],
 )
-def test_auto_splits_over_as_few_devices_as_fit_and_says_why(
-    pairs, gigabytes, fsdp, why, monkeypatch, caplog
-):
-    monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(gigabytes))
+def test_auto_splits_over_as_few_devices_as_fit_and_says_why(pairs, gigabytes, fsdp, why, caplog):
     config = config_of(64, 2048)
     meshes = [sharding.make_mesh(-1, n, 1) for n in (1, 2, 4, 8)]
     with caplog.at_level(logging.INFO, "kdjax"):
-        mesh, made = job._choose_mesh(config, pairs["7b"], meshes, [KINDS["dense"]])
+        mesh, made = plan.choose_mesh(
+            meshes,
+            lambda mesh: plan.choose_plan(
+                config, pairs["7b"], mesh, on(gigabytes), [KINDS["dense"]]
+            ),
+            asked=False,
+        )
     assert (mesh.shape["fsdp"], made.missing) == (fsdp, 0)
     assert f"mesh: data={8 // fsdp}, fsdp={fsdp}, tensor=1: {why}" in caplog.text
 

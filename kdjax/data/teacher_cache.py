@@ -465,6 +465,20 @@ def open_cache(folder: Path, expected: CacheSpec, needed: np.ndarray | None = No
     return cache
 
 
+def open_caches(
+    names: str, expected: Sequence[CacheSpec], needed: np.ndarray
+) -> TeacherCache | SeveralCaches:
+    """The cache of `teacher.cache`, or all that it names, each as `open_cache` opens it."""
+    folders = split_caches(names)
+    opened = [
+        open_cache(folder, spec, needed)
+        for (_, folder), spec in zip(folders, expected, strict=True)
+    ]
+    if len(opened) == 1:
+        return opened[0]
+    return SeveralCaches(opened, [weight for weight, _ in folders])
+
+
 def hash_index(index: Mapping[str, Any]) -> str:
     """SHA-256, in hex, by which runs know a cache.
 

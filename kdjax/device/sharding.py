@@ -56,6 +56,14 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = Non
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+def list_meshes(data: int, fsdp: int, tensor: int) -> list[Mesh]:
+    """The meshes that these sizes allow; with `fsdp=0` each that fits, most copies first."""
+    if fsdp or data > 0:
+        return [make_mesh(data, fsdp or 1, tensor)]
+    most = max(jax.device_count() // tensor, 1)
+    return [make_mesh(-1, n, tensor) for n in range(1, most + 1) if most % n == 0]
+
+
 def leave_cache_out() -> None:
     """Turns JAX's compilation cache off: this process compiles every program anew.
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdjax.config import Config, TeacherConfig
+from kdjax.config import Config, TeacherConfig, last_step
 from kdjax.data import teacher_cache
 from kdjax.data.answers import Said
 from kdjax.data.pipeline import example, stack_examples
@@ -90,7 +90,8 @@ def cache_teacher(
             yield records[: len(mine)]
 
     start = time.perf_counter()
-    teacher_cache.write(out, spec, produce, None if all_rows else list_read_rows(config, rows))
+    read = None if all_rows else list_read_rows(config.train, rows, last_step(config))
+    teacher_cache.write(out, spec, produce, read)
     _log.info("done in %.1f s: --config.teacher.cache=%s", time.perf_counter() - start, out)
 
 

@@ -72,7 +72,7 @@ _CACHES = {"teacher.weights", "teacher.param_dtype", "teacher.allow_degenerate"}
 
 def identify(config: Config, contents: Mapping[str, Any]) -> dict[str, Any]:
     """The identity of a run of this config; `contents` are hashes by the names of `CONTENTS`."""
-    return _decisive(config) | dict(contents)
+    return _select_decisive(_flatten(config)) | dict(contents)
 
 
 def _flatten(config: Config) -> dict[str, Any]:
@@ -84,9 +84,8 @@ def _flatten(config: Config) -> dict[str, Any]:
     return flatten(config) | weights
 
 
-def _decisive(config: Config) -> dict[str, Any]:
-    """The config's fields that decide what is computed, contents of files apart."""
-    fields = _flatten(config)
+def _select_decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Selects the fields that decide what is computed, without the contents of files."""
     off = {section for section, switch in _SWITCHES.items() if not fields[switch]}
     left_out = {*CONTENTS, *FREE, *off}
     sections = tuple(name for name in left_out if name.endswith("."))
@@ -170,15 +169,17 @@ def describe_answers(config: Config) -> dict[str, Any]:
     settings |= {"rows": count_own_rows(config), "seq_len": config.data.seq_len}
     settings |= {"max_segments": config.data.max_segments}
     said = _ROUNDS | {f"rollout.{name}" for name in names}
-    return settings | _leave_defaults(config, ("rollout.", "student."), said)
+    return settings | _leave_defaults(_flatten(config), ("rollout.", "student."), said)
 
 
-def _leave_defaults(config: Config, sections: tuple[str, ...], said: set[str]) -> dict[str, Any]:
+def _leave_defaults(
+    fields: Mapping[str, Any], sections: tuple[str, ...], said: set[str]
+) -> dict[str, Any]:
     """The fields of these sections that decide something, are not `said`, and have other values."""
     defaults = _flatten(Config())
     return {
         name: value
-        for name, value in _decisive(config).items()
+        for name, value in _select_decisive(fields).items()
         if name.startswith(sections) and name not in said and value != defaults[name]
     }
 
@@ -204,5 +205,5 @@ def describe_cache(
         dtype=config.train.compute_dtype,
         weights=name_numbers(config.teacher.weights),
         sides=(len(rows.train), len(rows.heldout)),
-        settings=_leave_defaults(config, ("teacher.",), _CACHES),
+        settings=_leave_defaults(_flatten(config), ("teacher.",), _CACHES),
     )

@@ -11,9 +11,8 @@ from kdjax.config import (
     Config,
     DataConfig,
     StudentConfig,
-    count_own_rows,
+    TrainConfig,
     flatten,
-    last_step,
 )
 from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, RowSettings, check_split, prepare_rows, rows_key, warn_of_marks
@@ -59,10 +58,12 @@ def prepare(data: DataConfig, tokenizer: Tokenizer) -> RowSet:
     return rows
 
 
-def warn_of_readings(config: Config, rows: RowSet) -> None:
-    """Warns of text that the run would read so often that students remember it."""
-    train = config.train
-    read = train.batch_size - count_own_rows(config)
+def warn_of_readings(train: TrainConfig, own: int, rows: RowSet) -> None:
+    """Warns of text that the run would read so often that students remember it.
+
+    `own` rows of a batch are self-generated.
+    """
+    read = train.batch_size - own
     times = train.steps * read / len(rows.train)
     if times > _READINGS:
         _log.warning(
@@ -72,23 +73,22 @@ def warn_of_readings(config: Config, rows: RowSet) -> None:
         )
 
 
-def check_texts(config: Config, tokenizer: Tokenizer) -> None:
+def check_texts(data: DataConfig, tokenizer: Tokenizer) -> None:
     """Raises `UserError` for text of which no document would be left to train on, or to hold out.
 
     Text of the Hub, or that is not on this machine, is not looked into.
     """
-    texts = ",".join((config.data.train, config.data.heldout))
+    texts = ",".join((data.train, data.heldout))
     if any(part.strip().startswith(PREFIX) for part in texts.split(",")):
         return
     with contextlib.suppress(MissingFileError):
-        check_split(row_settings(config.data, tokenizer))
+        check_split(row_settings(data, tokenizer))
 
 
-def list_read_rows(config: Config, rows: RowSet) -> np.ndarray:
-    """The rows that a run of this config reads, as a cache numbers them: all held-out ones, too."""
-    train = config.train
+def list_read_rows(train: TrainConfig, rows: RowSet, steps: int) -> np.ndarray:
+    """The rows that a run of `steps` reads, held-out ones included, as a cache numbers them."""
     read = pipeline.list_rows(
-        len(rows.train), batch_size=train.batch_size, seed=train.seed, batches=last_step(config)
+        len(rows.train), batch_size=train.batch_size, seed=train.seed, batches=steps
     )
     heldout = len(rows.train) + np.arange(len(rows.heldout))
     return np.concatenate([read, heldout])

@@ -8,23 +8,23 @@ import concurrent.futures
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from kdjax.config import (
     Config,
     EvalConfig,
-    MeshConfig,
+    LossConfig,
     TeacherConfig,
     TrainConfig,
     choose_optim,
     count_own_rows,
+    last_step,
 )
 from kdjax.data import pipeline
 from kdjax.data.pipeline import Source, TextSource
@@ -32,7 +32,7 @@ from kdjax.data.rows import Rows, RowSet
 from kdjax.data.teacher_cache import (
     SeveralCaches,
     TeacherCache,
-    open_cache,
+    open_caches,
     read_index,
     split_caches,
 )
@@ -62,6 +62,7 @@ from kdjax.training.own import NO_CODE, Own
 from kdjax.training.pair import Pair, begin_beside, open_adapters, open_pair, own_vocabulary
 from kdjax.training.plan import (
     Plan,
+    choose_mesh,
     choose_plan,
     count_step_flops,
     replace_settings,
@@ -239,7 +240,7 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     distilled, text that does not divide, or a run that cannot fit.
     """
     kinds = ask_kinds(config.teacher)
-    meshes = list(_ask_meshes(config.mesh))
+    meshes = sharding.list_meshes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     placement = Placement.on(meshes[0])
     for kind in kinds:
         kind.check(placement)
@@ -253,44 +254,14 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
         _log.info("teacher: %s", pair.teacher.describe())
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
     if not whole:  # else it is read next
-        check_texts(config, pair.tokenizer)
-    mesh, plan = _choose_mesh(config, pair, meshes, kinds)
+        check_texts(config.data, pair.tokenizer)
+    devices = device_summary()
+    mesh, plan = choose_mesh(
+        meshes,
+        lambda mesh: choose_plan(config, pair, mesh, devices, kinds),
+        asked=bool(config.mesh.fsdp),
+    )
     return Placement.on(mesh), pair, plan
-
-
-def _ask_meshes(asked: MeshConfig) -> Iterator[Mesh]:
-    """The meshes that the config allows, those that copy most first."""
-    count = jax.device_count()
-    if asked.fsdp or asked.data > 0:
-        yield sharding.make_mesh(asked.data, asked.fsdp or 1, asked.tensor)
-        return
-    most = max(count // asked.tensor, 1)
-    for fsdp in (n for n in range(1, most + 1) if most % n == 0):
-        yield sharding.make_mesh(-1, fsdp, asked.tensor)
-
-
-def _choose_mesh(
-    config: Config, pair: Pair, meshes: Sequence[Mesh], kinds: Sequence[TeacherKind]
-) -> tuple[Mesh, Plan]:
-    """The first mesh whose plan fits, or the last; says why if there was a choice."""
-    needs: list[str] = []
-    for mesh in meshes:
-        last = mesh is meshes[-1]
-        try:
-            plan = choose_plan(config, pair, mesh, device_summary(), kinds)
-        except UserError:
-            if last:
-                raise
-            plan = None
-        if last or (plan and not plan.missing):
-            break
-        needs.append(f"fsdp={mesh.shape['fsdp']} does not fit")
-    assert plan is not None
-    if mesh.size > 1:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-        why = ", ".join(needs) or ("asked for" if config.mesh.fsdp else "each device holds all")
-        _log.info("mesh: %s: %s", sizes, why)
-    return mesh, plan
 
 
 def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
@@ -302,13 +273,16 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     rows = prepare_all(config, pair)
-    warn_of_readings(config, rows)
+    warn_of_readings(config.train, count_own_rows(config), rows)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(hash_models, pair)
         cache = None
         if config.teacher.cache:
-            teacher_hash = hashed.result()["teacher.sha256"] or ""
-            cache = _open_caches(config, pair, rows, plan.kind, teacher_hash)
+            sha256 = hashed.result()["teacher.sha256"] or ""
+            kinds = plan.kind.kinds if isinstance(plan.kind, Teachers) else (plan.kind,)
+            specs = [describe_cache(config, pair, rows, kind, sha256) for kind in kinds]
+            read = list_read_rows(config.train, rows, last_step(config))
+            cache = open_caches(config.teacher.cache, specs, read)
             _log.info("%s", cache)
         teacher, step, schedule = build_step(config, pair, placement, plan.kind, own=own)
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
@@ -334,22 +308,6 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
     )
 
 
-def _open_caches(
-    config: Config, pair: Pair, rows: RowSet, kind: TeacherKind, teacher: str
-) -> TeacherCache | SeveralCaches:
-    """The cache of the config, or its caches, of the rows that the run reads."""
-    read, opened = list_read_rows(config, rows), []
-    folders = split_caches(config.teacher.cache)
-    kinds = kind.kinds if isinstance(kind, Teachers) else (kind,)
-    for (_, folder), one in zip(folders, kinds, strict=True):
-        assert isinstance(one, CachedHidden | CachedTopK)
-        spec = describe_cache(config, pair, rows, one, teacher)
-        opened.append(open_cache(folder, spec, read))
-    if len(opened) == 1:
-        return opened[0]
-    return SeveralCaches(opened, [weight for weight, _ in folders])
-
-
 def make_source(
     config: Config,
     workdir: Path,
@@ -361,7 +319,7 @@ def make_source(
 ) -> Source:
     """The batches of the config: of its rows, or, in rounds, of answers."""
     if not config.rollout.prompts:
-        return text_source(config, rows, cache)
+        return text_source(config.train, rows, cache)
     others = config.train.batch_size - count_own_rows(config)
     text = others and TextSource(rows.train, batch_size=others, seed=config.train.seed)
     student, loss = open_writer(pair, step), step.spec.head.loss
@@ -380,13 +338,13 @@ def open_writer(pair: Pair, step: Step) -> Model:
 
 
 def text_source(
-    config: Config, rows: RowSet, cache: TeacherCache | SeveralCaches | None
+    train: TrainConfig, rows: RowSet, cache: TeacherCache | SeveralCaches | None
 ) -> TextSource:
     """Training batches of the rows, this process's share."""
     return TextSource(
         rows.train,
-        batch_size=config.train.batch_size,
-        seed=config.train.seed,
+        batch_size=train.batch_size,
+        seed=train.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
         more=cache and cache.train,
@@ -444,7 +402,7 @@ def build_step(
     step = make_step(
         student,
         teacher,
-        own.loss or _make_loss(config),
+        own.loss or make_loss(config.loss, config.train),
         tx,
         microbatches=config.train.microbatches,
         chunk_tokens=config.loss.chunk_tokens,
@@ -460,9 +418,8 @@ def build_step(
     return teacher, step, schedule
 
 
-def _make_loss(config: Config) -> KDLoss:
-    """The loss of the config, with straight lines of step where it has final values."""
-    train, loss = config.train, config.loss
+def make_loss(loss: LossConfig, train: TrainConfig) -> KDLoss:
+    """The loss of a config, with straight lines of step where it has final values."""
 
     def line(first: float, final: float, unchanged: float) -> float | optax.Schedule:
         if final in (unchanged, first):

@@ -9,9 +9,12 @@ Letters: N positions computed at a time on one device, C of them in a chunk of t
 vocabulary rows, D hidden width, F MLP width.
 """
 
+import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +24,14 @@ from jax.sharding import Mesh
 from kdjax.config import (
     OWN,
     Config,
+    EvalConfig,
+    LossConfig,
     OptimConfig,
+    RolloutConfig,
+    TrainConfig,
     count_prompt_positions,
     flatten,
+    set_fields,
 )
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
@@ -57,6 +65,8 @@ from kdjax.training.forms import choose_form
 from kdjax.training.pair import Pair, open_adapters
 from kdjax.training.teachers import RUNNING, Dense, Float8, NoTeacher, Size, TeacherKind
 from kdjax.training.trained import find_frozen, leave_out, train_only
+
+_log = logging.getLogger("kdjax")
 
 # Positions in a chunk of the loss, by default the most that fit. More at a time pass over the
 # head's gradient less often: of a cached step on an H200 4,096 gain 4%, and 16,384 another 2%.
@@ -580,6 +590,33 @@ def choose_plan(
     return dataclasses.replace(best, choice=choice)
 
 
+def choose_mesh(
+    meshes: Sequence[Mesh], plan: Callable[[Mesh], Plan], *, asked: bool
+) -> tuple[Mesh, Plan]:
+    """The first mesh whose plan fits, or the last; says why if there was a choice.
+
+    `plan` raises `UserError` where nothing fits; `asked` says that the sizes were set by name.
+    """
+    needs: list[str] = []
+    for mesh in meshes:
+        last = mesh is meshes[-1]
+        try:
+            made = plan(mesh)
+        except UserError:
+            if last:
+                raise
+            made = None
+        if last or (made and not made.missing):
+            break
+        needs.append(f"fsdp={mesh.shape['fsdp']} does not fit")
+    assert made is not None
+    if mesh.size > 1:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        why = ", ".join(needs) or ("asked for" if asked else "each device holds all")
+        _log.info("mesh: %s: %s", sizes, why)
+    return mesh, made
+
+
 def _describe_kind(kind: TeacherKind, reason: str) -> str:
     """Says which kind is taken, and why where `auto` chose it."""
     if isinstance(kind, NoTeacher):
@@ -599,31 +636,46 @@ def replace_settings(config: Config, remat: str, chunk_tokens: int) -> Config:
 
 def _find_remedy(config: Config, pair: Pair, mesh: Mesh, platform: str, plan: Plan) -> str:
     """The mildest settings under which `plan`, of the packed teacher, would fit."""
-    shards = sharding.row_shards(mesh)
-    rows = config.train.batch_size // shards
-    asked = config.train.microbatches, config.loss.chunk_tokens, config.eval.batch_size
-    parts = [n for n in range(asked[0], rows + 1) if rows % n == 0]
-    chunks = [c for c in (asked[1], 512, 256, 128) if c <= asked[1]]
-    evals = sorted({asked[2], shards}, reverse=True)
-    rollout = config.rollout
-    slots_to_try = {max(rollout.batch_size // n, shards) for n in (1, 4, 16)}
-    answers = sorted(slots_to_try, reverse=True) if rollout.prompts else [rollout.batch_size]
-    for part, chunk, held_out, slots in itertools.product(parts, chunks, evals, answers):
-        trial = dataclasses.replace(
-            replace_settings(config, "full", chunk),
-            train=dataclasses.replace(config.train, microbatches=part),
-            eval=dataclasses.replace(config.eval, batch_size=held_out),
-            rollout=dataclasses.replace(rollout, batch_size=slots),
-        )
+    sections = config.loss, config.train, config.rollout, config.eval
+    for changes in _list_milder(*sections, sharding.row_shards(mesh)):
+        trial = copy.deepcopy(config)
+        set_fields(trial, changes)
         temporaries = _Temporaries(
             trial, pair, mesh, platform, plan.kind, plan.gradients, plan.free
         )
         least = dataclasses.replace(plan, phases=temporaries.plan_phases())
-        before, after = flatten(config), flatten(trial)
-        flags = " ".join(f"--config.{k}={v}" for k, v in after.items() if before[k] != v)
+        flags = _write_flags(changes, flatten(config))
         if not least.missing:
             return f"It would fit with {flags} ({least.peak / 1e9:.2f} GB)."
     return (
         f"Even with {flags} it needs {least.peak / 1e9:.2f} GB: take shorter rows "
         "(data.seq_len), a smaller model, or a larger device."
     )
+
+
+def _list_milder(
+    loss: LossConfig,
+    train: TrainConfig,
+    rollout: RolloutConfig,
+    evaluation: EvalConfig,
+    shards: int,
+) -> Iterator[dict[str, Any]]:
+    """Settings that need less memory, the mildest first, by the names of their fields."""
+    rows = train.batch_size // shards
+    parts = [n for n in range(train.microbatches, rows + 1) if rows % n == 0]
+    chunks = [n for n in (loss.chunk_tokens, 512, 256, 128) if n <= loss.chunk_tokens]
+    evals = sorted({evaluation.batch_size, shards}, reverse=True)
+    slots = {max(rollout.batch_size // n, shards) for n in (1, 4, 16)}
+    answers = sorted(slots, reverse=True) if rollout.prompts else [rollout.batch_size]
+    for part, chunk, held_out, written in itertools.product(parts, chunks, evals, answers):
+        yield {
+            "student.remat": "full",
+            "loss.chunk_tokens": chunk,
+            "train.microbatches": part,
+            "rollout.batch_size": written,
+            "eval.batch_size": held_out,
+        }
+
+
+def _write_flags(changes: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    return " ".join(f"--config.{k}={v}" for k, v in changes.items() if before[k] != v)

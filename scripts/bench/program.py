@@ -88,7 +88,7 @@ def make_job(request: Request, config: Config) -> Any:
     kind = cached.get(request.teacher_cache) or ask_kinds(config.teacher)[0]
     teacher, step, schedule = build_step(config, pair, Placement.on(mesh), kind)
     rows = random_rows(config, pair.vocabulary.real, request.documents)
-    source = text_source(config, rows, None)
+    source = text_source(config.train, rows, None)
     return Job(config, Path(), pair, rows, teacher, step, kind, schedule, source, {})
 
 
@@ -129,7 +129,7 @@ def with_length(job: Any, length: int, request: Request) -> Any:
     rows = random_rows(config, job.pair.vocabulary.real, request.documents, batches)
     job = dataclasses.replace(job, config=config, rows=rows)
     cache = random_cache(job) if request.teacher_cache else None
-    return dataclasses.replace(job, cache=cache, source=text_source(config, rows, cache))
+    return dataclasses.replace(job, cache=cache, source=text_source(config.train, rows, cache))
 
 
 def measure(request: Request) -> list[dict[str, Any]]:
