@@ -742,10 +742,10 @@ def test_other_types_with_the_same_numbers_are_the_same(tmp_path):
 
 
 def test_every_pair_of_settings_chooses_one_kind():
-    """30 pairs: the environment unset or one of five words, and a config of five."""
+    """20 pairs: the environment unset or one of four words, and a config of four."""
     words = ("auto", *WEIGHTS)
     pairs = list(itertools.product((None, *words), words))
-    assert len(pairs) == 30
+    assert len(pairs) == 20
     names = {word: [word] for word in WEIGHTS} | {"auto": ["dense", "packed"]}
     for environ, configured in pairs:
         config = Config()

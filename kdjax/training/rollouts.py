@@ -26,6 +26,7 @@ from kdjax.data.pipeline import News, Source, TextSource, example, stack_example
 from kdjax.data.rollouts import (
     ROUND,
     Answer,
+    Prompt,
     Prompts,
     Room,
     Round,
@@ -103,32 +104,10 @@ class Author:
         student = self.student.replace(params=cast_params(self.student, params))
         writer = self.teacher if settings.writer == "teacher" else student
         assert writer is not None  # `answer_source` asks for a teacher that writes
-        drawn: list[Answer] = []
-        kept: list[int] = []  # those of `drawn` that train
         # The same in every round, with the same draws, and always the student's.
         asked = [self.prompts[n] for n in range(PROBES)] if self.teacher is not None else []
-        probes: list[Answer] = []
-        following = map(self.prompts.__getitem__, range(first, first + _MEASURED))
-        mean = np.mean([len(prompt.ids) for prompt in following])
-        mean += expected or settings.max_tokens / 2
-        while not room.is_filled([drawn[i] for i in kept]):
-            missing = room.rows * room.row_length - sum(len(drawn[i].ids) for i in kept)
-            count = max(int(_SURPLUS * (missing / mean)), 1)
-            start = first * settings.answers + len(drawn)
-            numbers = range(start, start + count)
-            prompts = [self.prompts[n // settings.answers] for n in numbers]
-            if not drawn and writer is student:  # together: a call of their own takes as long
-                prompts, numbers = prompts + asked, [*numbers, *_number_probes(asked)]
-            written = self._complete(writer, prompts, numbers)
-            drawn, probes = drawn + written[:count], probes or written[count:]
-            kept = [i for i, a in enumerate(drawn) if settings.train_cut or not a.cut]
-            if not kept:
-                raise UserError(
-                    f"all {len(drawn)} answers of round {number} are cut off at rollout.max_tokens="
-                    f"{settings.max_tokens}, and rollout.train_cut is False: nothing would train. "
-                    "Raise the one or set the other."
-                )
-            mean = sum(len(drawn[i].ids) for i in kept) / len(drawn)
+        together = asked if writer is student else []  # a call of their own would take as long
+        drawn, kept, probes = self._draw(writer, number, first, expected, together)
         rows, count = room.pack([drawn[i] for i in kept], (self.config.train.seed, number))
         used = drawn[: kept[count - 1] + 1]
         ids = sum(len(drawn[i].ids) for i in kept[:count])
@@ -139,7 +118,6 @@ class Author:
             probes = self._complete(student, asked, _number_probes(asked))
         compared, shown = self._compare(student, probes)
         seconds = time.perf_counter() - begun
-        tokens = sum(len(a.log_probs) for a in drawn)
         _log.info(
             "round %d: %d answers of %.0f tokens on average, %.0f%% cut off, %.1f%% padding; "
             "%.1f s, %.0f tokens/s",
@@ -149,7 +127,7 @@ class Author:
             100 * figures["cut_off"],
             100 * figures["padding"],
             seconds,
-            tokens / seconds,
+            sum(len(a.log_probs) for a in drawn) / seconds,
         )
         if number == 0 and settings.train_cut and figures["cut_off"] >= 0.5:
             _log.warning(
@@ -159,6 +137,44 @@ class Author:
             )
         following = first + -(-len(used) // settings.answers)
         return rows, {"next": following, "figures": figures | compared, "samples": shown}
+
+    def _draw(
+        self,
+        writer: Model,
+        number: int,
+        first: int,
+        expected: float | None,
+        asked: Sequence[Prompt],
+    ) -> tuple[list[Answer], list[int], list[Answer]]:
+        """Draws answers until those that train fill a round.
+
+        Returns the answers, the numbers of those that train, and the answers to the prompts
+        `asked`, which are written along with the first of them.
+        """
+        settings, room = self.config.rollout, self.room
+        drawn, kept, probes = list[Answer](), list[int](), list[Answer]()
+        following = map(self.prompts.__getitem__, range(first, first + _MEASURED))
+        mean = np.mean([len(prompt.ids) for prompt in following])
+        mean += expected or settings.max_tokens / 2
+        while not room.is_filled([drawn[i] for i in kept]):
+            missing = room.rows * room.row_length - sum(len(drawn[i].ids) for i in kept)
+            count = max(int(_SURPLUS * (missing / mean)), 1)
+            start = first * settings.answers + len(drawn)
+            numbers: Sequence[int] = range(start, start + count)
+            prompts = [self.prompts[n // settings.answers] for n in numbers]
+            if not drawn:
+                prompts, numbers = [*prompts, *asked], [*numbers, *_number_probes(asked)]
+            written = self._complete(writer, prompts, numbers)
+            drawn, probes = drawn + written[:count], probes or written[count:]
+            kept = [i for i, a in enumerate(drawn) if settings.train_cut or not a.cut]
+            if not kept:
+                raise UserError(
+                    f"all {len(drawn)} answers of round {number} are cut off at rollout.max_tokens="
+                    f"{settings.max_tokens}, and rollout.train_cut is False: nothing would train. "
+                    "Raise the one or set the other."
+                )
+            mean = sum(len(drawn[i].ids) for i in kept) / len(drawn)
+        return drawn, kept, probes
 
     def _complete(
         self, writer: Model, prompts: Sequence[Any], numbers: Sequence[int]
