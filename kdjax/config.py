@@ -14,9 +14,9 @@ from typing import Any
 
 from kdjax.errors import UserError, suggest
 
-WEIGHTS = ("dense", "packed", "float8")  # how a model's weights are kept
-# What earlier versions, and the reference system (aprender), called them, in a form such as
-# FILE@q4k and in variables of the environment: read, never written.
+WEIGHTS = ("dense", "packed", "float8")  # how a model's weights are stored on the device
+# Names of earlier versions and of the reference system (aprender), in forms such as FILE@q4k and in
+# environment variables: read, never written.
 _OLD_WORDS = {
     "dequant": "dense",
     "q4k": "packed",
@@ -39,7 +39,7 @@ def refuse_removed_weights(word: str) -> None:
 
 
 def read_weights(word: str) -> str:
-    """Today's word for how weights are kept; a word that is not an old one stays as it is.
+    """Translates an old name of stored weights to today's; any other word stays as it is.
 
     Raises `UserError` for a removed one.
     """
@@ -47,10 +47,10 @@ def read_weights(word: str) -> str:
     return _OLD_WORDS.get(word, word)
 
 
-OWN = "own:"  # before the name, in loss.divergence, of a function that a run was given as Python
-OWN_BLOCK = "own"  # as student.block and --draft: the block that drafts of a model's own file
-NEW = "new"  # as student.block: one that is drawn, in place of the file's
-SELF = "self"  # as teacher.path: the student's own numbers at the start, frozen
+OWN = "own:"  # prefix, in loss.divergence, of the name of a user-defined function
+OWN_BLOCK = "own"  # as student.block and --draft: the drafting block in the model's file
+NEW = "new"  # as student.block: a random one, in place of the file's
+SELF = "self"  # as teacher.path: the student's initial weights, frozen
 
 
 @dataclasses.dataclass
@@ -58,35 +58,35 @@ class TeacherConfig:
     """The frozen teacher."""
 
     path: str = ""  # GGUF, .apr, HF folder, hf:ORG/REPO/FILE; self: the student; "": none
-    weights: str = "auto"  # auto | dense | packed | float8: how they are kept
+    weights: str = "auto"  # auto | dense | packed | float8: how they are stored on the device
     param_dtype: str = "bfloat16"  # of dense weights, and of packed ones once decoded
-    cache: str = ""  # folder that `kdjax cache` wrote, or several, 0.7*a,0.3*b: nothing is loaded
-    allow_degenerate: bool = False  # accept one that holds the student's own weights
+    cache: str = ""  # folder of `kdjax cache`, or several, 0.7*a,0.3*b, in place of a loaded model
+    allow_degenerate: bool = False  # accept a teacher with the student's weights
 
 
 @dataclasses.dataclass
 class LoraConfig:
-    """Adapters beside a student that is frozen, in place of training all of it."""
+    """Adapters on a frozen student, in place of a full fine-tune."""
 
-    rank: int = 0  # rows of A, columns of B, such as 16; 0: no adapters, all of it trains
-    alpha: float = 32.0  # what an adapter adds is alpha / rank * B A
+    rank: int = 0  # rows of A, columns of B, such as 16; 0: no adapters, a full fine-tune
+    alpha: float = 32.0  # an adapter adds alpha / rank * B A to its matrix
     targets: str = ""  # matrices, as PEFT or GGUF names them: q_proj,attn_v; "": all of the layers
-    weights: str = "packed"  # packed | dense | float8: how the frozen student is kept
-    learning_rate: float = 1e-4  # in place of optim.learning_rate, which is for whole students
+    weights: str = "packed"  # packed | dense | float8: how the frozen student is stored
+    learning_rate: float = 1e-4  # in place of optim.learning_rate, which is for full fine-tunes
 
 
 @dataclasses.dataclass
 class StudentConfig:
-    """The student; its weights are float32 masters whatever it computes in."""
+    """The student; its weights are float32 masters for any train.compute_dtype."""
 
-    path: str = ""  # as the teacher's; with init=random its shapes alone are read
-    layers: str = ""  # such as 0,3,7,23: these of its layers alone, for a fast draft; "": all
+    path: str = ""  # as teacher.path; with init=random only its shapes are read
+    layers: str = ""  # keep these layers only, such as 0,3,7,23, for a fast draft; "": all
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
-    quantize: str = ""  # train what a GGUF of this type holds: q4_0, or q4_k_m,embed=Q8_0; "": no
-    imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix: errors of fits count by it
-    head: str = "auto"  # auto | tied | untied; auto ties when the file stores one matrix twice
+    quantize: str = ""  # quantization-aware, for a GGUF of q4_0, or q4_k_m,embed=Q8_0; "": no
+    imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix that weights rounding errors
+    head: str = "auto"  # auto | tied | untied; auto ties if the file stores one matrix for both
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
-    block: str = ""  # own | new: train the block that drafts (MTP) for teacher.path=self; "": no
+    block: str = ""  # own | new: train the drafting block (MTP) for teacher.path=self; "": no
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -100,9 +100,9 @@ class DataConfig:
     seq_len: int = 1024  # positions a row; at most the context of both models
     end_of_document: str = ""  # token after each text; empty: the tokenizer's end-of-text
     max_segments: int = 32  # documents a row; attention kernels need the bound
-    parse_special: bool = False  # in plain text <|endoftext|> and its like become special ids
+    parse_special: bool = False  # in plain text <|endoftext|> and similar become special ids
     tokenizer: str = ""  # a GGUF file, Hugging Face folder or hf: path; empty: the student's
-    cache_dir: str = "~/.cache/kdjax/rows"  # packed rows, kept from run to run
+    cache_dir: str = "~/.cache/kdjax/rows"  # packed rows, shared between runs
 
 
 @dataclasses.dataclass
@@ -111,10 +111,10 @@ class LossConfig:
 
     temperature: float = 1.0  # T, of both models' softmax in the divergence
     alpha: float = 0.0  # weight of the cross-entropy with the text; 1 trains without the teacher
-    final_temperature: float = 0.0  # T at the last step, on a straight line; 0: as the first
-    final_alpha: float = -1.0  # alpha at the last step, likewise; -1: as the first
+    final_temperature: float = 0.0  # T at the last step, linearly from temperature; 0: constant
+    final_alpha: float = -1.0  # alpha at the last step, linearly from alpha; -1: constant
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*forward_kl+.5*jsd; a wrong name lists all
-    chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, by room
+    chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, as fits
 
 
 @dataclasses.dataclass
@@ -129,18 +129,18 @@ class OptimConfig:
     weight_decay: float = 0.01  # of matrices; norms and biases are not decayed
     beta1: float = 0.9  # decay of the mean gradient
     beta2: float = 0.95  # decay of the mean squared gradient
-    eps: float = 1e-8  # added to the root of the mean square
+    eps: float = 1e-8  # added to the root mean square
     clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
     moment_dtype: str = "float32"  # float32 | bfloat16 (stochastic rounding): of stored moments
 
 
 @dataclasses.dataclass
 class TrainConfig:
-    """How long, how much at a time."""
+    """Length of the run, size of a batch, numeric types."""
 
     steps: int = 1000  # optimizer steps
-    after: int = 0  # goes on from this last step of a finished run, with a new warmup and decay
-    seconds: float = 0.0  # of steps and rounds, after which it ends before train.steps; 0: no limit
+    after: int = 0  # continue a run that finished at this step, with a new warmup and decay
+    seconds: float = 0.0  # end after this time of steps and rounds, before train.steps; 0: no limit
     batch_size: int = 16  # rows an optimizer step, over all devices
     microbatches: int = 1  # parts a batch is computed in; saves memory, changes no result
     seed: int = 0  # of the data's order and of random weights
@@ -150,20 +150,20 @@ class TrainConfig:
 
 @dataclasses.dataclass
 class RolloutConfig:
-    """Rows of the student's own answers, written in rounds; off while `prompts` is empty."""
+    """On-policy data: the student's answers, written in rounds; off while `prompts` is empty."""
 
     prompts: str = ""  # as data.train; `messages` are answered, a `prompt` or `text` is continued
-    writer: str = "student"  # student | teacher: whose answers are trained on
-    share: float = 1.0  # rows of a batch that are the student's own; the rest is data.train
-    every: int = 8  # optimizer steps that a round of answers lasts
+    writer: str = "student"  # student | teacher: which model writes the answers
+    share: float = 1.0  # share of a batch's rows that are answers; the rest is data.train
+    every: int = 8  # optimizer steps between rounds of answers
     answers: int = 1  # to each prompt
-    temperature: float = 1.0  # of the student's draws; 0: the likeliest token
-    max_tokens: int = 256  # the longest answer
-    prompt_tokens: int = 0  # the longest prompt; 0: what data.seq_len leaves
+    temperature: float = 1.0  # of sampling; 0: greedy
+    max_tokens: int = 256  # of the longest answer
+    prompt_tokens: int = 0  # of the longest prompt; 0: data.seq_len - max_tokens
     train_cut: bool = True  # whether answers cut off at max_tokens are trained on
     batch_size: int = 1024  # answers written at a time, over all devices
-    stop_growth: float = 2.0  # times round 0's length, repetition or divergence that stops; 0: none
-    allow_other_template: bool = False  # accept a teacher whose chat template renders otherwise
+    stop_growth: float = 2.0  # stop at N times round 0's length, repetition, divergence; 0: no
+    allow_other_template: bool = False  # accept a teacher whose chat template differs
 
 
 @dataclasses.dataclass
@@ -173,9 +173,9 @@ class EvalConfig:
     every: int = 100  # optimizer steps; 0: only before and after training
     rows: int = 64  # at most this many held-out rows; 0: all
     batch_size: int = 8  # rows at a time, over all devices
-    samples: int = 3  # beginnings that the student continues before and after; 0: none
-    best: str = ""  # figure that the best checkpoint is chosen by: loss, kl, agreement; "": loss
-    stop_worse: float = 0.0  # standard errors worse than before training that stop it; 0: none
+    samples: int = 3  # held-out prompts that the student continues before and after; 0: none
+    best: str = ""  # figure that chooses the best checkpoint: loss, kl, agreement; "": loss
+    stop_worse: float = 0.0  # stop if worse than before training by N standard errors; 0: no
 
 
 @dataclasses.dataclass
@@ -183,15 +183,15 @@ class CheckpointConfig:
     """Saved state: student, optimizer, data position."""
 
     every: int = 100  # optimizer steps; 0: only at the end
-    keep: int = 2  # newest checkpoints kept, and the best beside them
+    keep: int = 2  # number of newest checkpoints to keep, in addition to the best
 
 
 @dataclasses.dataclass
 class MeshConfig:
-    """Devices by axis; -1 for `data` takes what the others leave."""
+    """Devices by axis; -1 for `data` takes the remaining devices."""
 
     data: int = -1  # rows
-    fsdp: int = 0  # rows and weights; 0: as few as the plan needs to fit
+    fsdp: int = 0  # rows and weights; 0: the fewest with which the plan fits
     tensor: int = 1  # heads, hidden units, vocabulary
 
 
@@ -208,12 +208,12 @@ class LogConfig:
 class SmokeConfig:
     """A short trial of the configured run, which saves nothing and ends with a verdict."""
 
-    steps: int = 0  # optimizer steps of the trial, at most train.steps; 0: no trial, the whole run
+    steps: int = 0  # optimizer steps of the trial, at most train.steps; 0: no trial, the full run
 
 
 @dataclasses.dataclass
 class Config:
-    """A whole run."""
+    """The config of a run."""
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     student: StudentConfig = field(default_factory=StudentConfig)
@@ -231,25 +231,25 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Removed:
-    """A field that earlier versions had, and what does its work now."""
+    """A field of earlier versions, and its replacement."""
 
-    off: Any  # the value with which it did nothing: runs that have it go on
+    off: Any  # the value without effect: saved runs that have it go on
     instead: str  # what to do, as "train on text" in "REMOVED: train on text"
-    record: str  # of docs/records, without .md: what decided it
-    free: bool = False  # whether saved runs go on with any value: it changes nothing computed
+    record: str  # of docs/records, without .md: the evidence for the removal
+    free: bool = False  # whether saved runs go on with any value, as no result depends on it
 
 
 class RemovedError(UserError):
-    """A field was used that is no more."""
+    """A removed field was used."""
 
 
 _WEIGHTS = f"set teacher.weights, to one of auto, {', '.join(WEIGHTS)}"
 _HINTS = (
-    "its gain was within noise; train on own answers (rollout.prompts)",
+    "its gain was within noise; train on on-policy answers (rollout.prompts)",
     "2026-11-26-arms-rest-h200",
 )
-# By the names of fields, or of whole sections. A config, a flag or a saved run that uses one is
-# refused by its name.
+# By the names of fields, or of sections. A config, a flag or a saved run that uses one is refused
+# by its name.
 REMOVED: dict[str, Removed] = {
     "teacher.backend": Removed("auto", _WEIGHTS, "2026-11-21-float8-teacher", free=True),
     "teacher.compute": Removed("train", _WEIGHTS, "2026-11-21-float8-teacher"),
@@ -276,12 +276,12 @@ REMOVED: dict[str, Removed] = {
 
 
 def find_removed(name: str) -> Removed | None:
-    """The removed field of this name, such as `train.until`, or the removed section it was of."""
+    """Finds the removed field of this name, such as `train.until`, or its removed section."""
     return REMOVED.get(name) or REMOVED.get(name.partition(".")[0])
 
 
 def refuse_removed(name: str) -> str:
-    """Says that a field was removed, what decided it and what to do instead; "" if it was not."""
+    """Says that a field was removed, why, and what to do instead; "" for other names."""
     if (gone := find_removed(name)) is None:
         return ""
     record = f"docs/records/{gone.record}.md"
@@ -289,7 +289,7 @@ def refuse_removed(name: str) -> str:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"optim.learning_rate": 1e-5, ...}` of a config, or of the nested dict made from one."""
+    """Flattens a config, or its nested dict, to `{"optim.learning_rate": 1e-5, ...}`."""
     items = config if isinstance(config, dict) else dataclasses.asdict(config)
     flat: dict[str, Any] = {}
     for key, value in items.items():
@@ -299,7 +299,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read_section(default: Any, values: dict[str, Any], prefix: str = "") -> Any:
-    """A section, or a whole config, of what `dataclasses.asdict` made of it.
+    """Makes a section, or a config, from its `dataclasses.asdict`.
 
     `prefix` stands before the names of its fields. Raises `RemovedError` for a removed field that
     was used.
@@ -328,23 +328,23 @@ def set_fields(config: Config, changes: Mapping[str, Any]) -> None:
 
 
 def name_numbers(weights: str) -> str:
-    """The weights whose numbers these are: packed ones decode to those of dense ones."""
+    """Names weights by their numbers: packed weights decode to the numbers of dense ones."""
     return weights if weights == "float8" else "dense"
 
 
 def count_own_rows(config: Config) -> int:
-    """The rows of a batch, over all processes, that are the student's own answers."""
+    """Counts the rows of a batch, over all processes, that are on-policy answers."""
     rollout = config.rollout
     return round(rollout.share * config.train.batch_size) if rollout.prompts else 0
 
 
 def count_prompt_positions(config: Config) -> int:
-    """The positions of the longest prompt whose answer is trained on."""
+    """Positions of the longest prompt whose answer is trained on."""
     return config.rollout.prompt_tokens or config.data.seq_len - config.rollout.max_tokens
 
 
 def choose_optim(config: Config) -> OptimConfig:
-    """The optimizer's settings of what is trained: adapters have a rate of their own."""
+    """The optimizer's settings for the run: adapters have a separate learning rate."""
     lora = config.student.lora
     if not lora.rank:
         return config.optim
@@ -352,7 +352,7 @@ def choose_optim(config: Config) -> OptimConfig:
 
 
 def last_step(config: Config) -> int:
-    """The optimizer step after which this process is done: of the run, or of its smoke trial."""
+    """The last optimizer step of this process: of the run, or of its smoke trial."""
     return config.smoke.steps or config.train.steps
 
 
@@ -363,7 +363,7 @@ def _choice(*options: str) -> _Rule:
     return (lambda v: v in options), "one of " + ", ".join(options)
 
 
-# What `loss.divergence` may name, and the parameters that each has, with their defaults.
+# Names that `loss.divergence` may have, and the parameters of each, with their defaults.
 # `losses.divergences` defines them.
 DIVERGENCES: dict[str, dict[str, float]] = {
     "forward_kl": {},
@@ -382,7 +382,7 @@ def check_share(name: str, value: float) -> None:
 
 
 def check_weights(weights: Sequence[float]) -> None:
-    """Raises `UserError` unless the weights can be those of a mixture."""
+    """Raises `UserError` unless the weights are positive and add up to 1."""
     if not all(weight > 0 for weight in weights) or abs(sum(weights) - 1) > 1e-6:
         shown = ", ".join(f"{weight:g}" for weight in weights)
         raise UserError(
@@ -402,9 +402,9 @@ def split_layers(text: str) -> tuple[int, ...]:
 
 
 def split_divergence(text: str) -> list[tuple[float, str, dict[str, float]]]:
-    """Weights, names and parameters of the divergences of a text; `UserError` for another text.
+    """Parses a text to weights, names and parameters of divergences; `UserError` for another text.
 
-    `"jsd:beta=0.3"` is `[(1.0, "jsd", {"beta": 0.3})]`. Of a mixture each part has its weight:
+    `"jsd:beta=0.3"` is `[(1.0, "jsd", {"beta": 0.3})]`. In a mixture each part has its weight:
     `"0.7*forward_kl+0.3*total_variation"`.
     """
     if "*" not in text:
@@ -544,9 +544,9 @@ _RULES: dict[str, _Rule] = {
 
 
 def _say_odd(value: Any, default: Any) -> str:
-    """Says what a value must be to stand where the default does; empty if it may.
+    """Says which type a field's value must have, by its default; empty if it has it.
 
-    A whole number may stand for any, a list for a tuple.
+    A whole number may replace a float, a list a tuple.
     """
     kinds: Any = type(default)
     if isinstance(default, float) and not isinstance(value, bool):
@@ -559,7 +559,7 @@ def _say_odd(value: Any, default: Any) -> str:
 
 
 def check_fields(config: Config) -> None:
-    """Raises one `UserError` that lists what is no field, and every value of another type."""
+    """Raises one `UserError` that lists unknown fields, and every value of a wrong type."""
     if problems := _list_odd_fields(config, Config(), ""):
         raise UserError(_refusal(problems))
 
@@ -579,7 +579,7 @@ def _list_odd_fields(section: Any, default: Any, prefix: str) -> list[str]:
 
 
 def validate(config: Config) -> None:
-    """Raises one `UserError` that lists every field that cannot work, its value and what would."""
+    """Raises one `UserError` that lists every invalid field, its value and valid ones."""
     check_fields(config)
     refuse_removed_weights(config.teacher.weights)
     if problems := _list_problems(config):
@@ -610,17 +610,17 @@ def _list_problems(config: Config) -> list[str]:
         if config.student.quantize:
             problems.append(
                 f"student.lora.rank={config.student.lora.rank}: must be 0 with student.quantize="
-                f"{config.student.quantize!r}, which trains all of the student"
+                f"{config.student.quantize!r}, which is a full fine-tune"
             )
     if config.student.imatrix and not config.student.quantize:
         problems.append(
-            f"student.imatrix={config.student.imatrix!r}: needs student.quantize: it weighs the "
+            f"student.imatrix={config.student.imatrix!r}: needs student.quantize: it weights the "
             "errors of rounding"
         )
     if config.student.block:
         problems += _list_odd_for_block(flat)
     if config.teacher.path == SELF and config.student.init == "random":
-        problems.append("teacher.path='self': needs student.init=checkpoint, numbers to keep to")
+        problems.append("teacher.path='self': needs student.init=checkpoint, weights to stay near")
     if not (config.teacher.path or config.teacher.cache or config.loss.alpha == 1):
         problems.append(
             "teacher.path='': must be set: a GGUF file or a Hugging Face folder; or teacher.cache, "
@@ -656,8 +656,7 @@ def _list_problems(config: Config) -> list[str]:
         )
     if config.smoke.steps > train.steps > 0:
         problems.append(
-            f"smoke.steps={config.smoke.steps}: must not exceed train.steps={train.steps}, the run "
-            "that it tries"
+            f"smoke.steps={config.smoke.steps}: must not exceed train.steps={train.steps}"
         )
     rollout = config.rollout
     if rollout.prompts:
@@ -685,7 +684,7 @@ def _list_problems(config: Config) -> list[str]:
     return problems
 
 
-# What a run of `student.block` must have: the block drafts for layers that stay as they are.
+# Values that a run of `student.block` must have: the block drafts for layers that stay as they are.
 _BLOCKS = {
     "teacher.path": SELF,
     "teacher.cache": "",
@@ -700,19 +699,19 @@ _BLOCKS = {
 
 
 def _list_odd_for_block(flat: Mapping[str, Any]) -> list[str]:
-    """Lists the fields that the training of a block that drafts does not go with."""
+    """Lists the fields that conflict with training a drafting block."""
     return [
         f"{name}={flat[name]!r}: must be {wanted!r} with student.block={flat['student.block']!r}, "
-        "which trains the block that drafts for the student's own layers"
+        "which trains the block that drafts for the student's layers"
         for name, wanted in _BLOCKS.items()
         if flat[name] != wanted
     ]
 
 
 def tiny(config: Config) -> Config:
-    """Shrinks any config to one that runs on a laptop in a minute, over the same path.
+    """Shrinks any config to one that runs on a laptop in a minute, with all of its parts.
 
-    Its models are random ones of scripts/bench/random_gguf.py; they learn nothing worth having.
+    Its models are random ones of scripts/bench/random_gguf.py; they learn nothing useful.
     """
     config.teacher.path = "runs/tiny/teacher.gguf"
     config.student.path = "runs/tiny/student.gguf"
