@@ -463,7 +463,8 @@ _POSITIVE = (lambda v: v > 0), "greater than 0"
 _NON_NEGATIVE = (lambda v: v >= 0), "0 or more"
 _FRACTION = (lambda v: 0 <= v <= 1), "between 0 and 1"
 _BETA = (lambda v: 0 <= v < 1), "at least 0 and below 1"
-_TAUGHT = ("kl", "divergence", "agreement", "acceptance")  # figures that need a teacher
+_UNTAUGHT = ("loss", "student_ce")  # held-out figures, and those that need a teacher
+_TAUGHT = ("kl", "divergence", "agreement", "acceptance")
 _PRESENT = bool, "set: a GGUF file, a Hugging Face folder or hf:ORG/REPO/FILE"
 
 _RULES: dict[str, _Rule] = {
@@ -529,8 +530,8 @@ _RULES: dict[str, _Rule] = {
     "eval.batch_size": _POSITIVE,
     "eval.samples": _NON_NEGATIVE,
     "eval.best": (
-        (lambda v: v in ("", "loss", "student_ce", *_TAUGHT)),
-        f"empty, or one of {', '.join(('loss', 'student_ce', *_TAUGHT))}",
+        (lambda v: v in ("", *_UNTAUGHT, *_TAUGHT)),
+        f"empty, or one of {', '.join((*_UNTAUGHT, *_TAUGHT))}",
     ),
     "eval.stop_worse": _NON_NEGATIVE,
     "checkpoint.every": _NON_NEGATIVE,
@@ -541,6 +542,208 @@ _RULES: dict[str, _Rule] = {
     "log.every": _POSITIVE,
     "smoke.steps": _NON_NEGATIVE,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Conflict:
+    """Fields that do not go together: where `given` holds, `field` must be as `must` says.
+
+    What a field is, or must be, is a value or a rule. `USER_STUDENT` may stand among the fields of
+    a flat config: the class of a user's module.
+    """
+
+    field: str
+    must: Any
+    given: Mapping[str, Any]
+    why: str
+
+    def found_in(self, flat: Mapping[str, Any]) -> bool:
+        """Whether the fields of a flat config conflict so."""
+        given = all(_is(flat.get(name), what) for name, what in self.given.items())
+        return given and not _is(flat[self.field], self.must)
+
+    def describe(self, flat: Mapping[str, Any]) -> str:
+        """Says in one line what the fields of a flat config are, what they must be, and why."""
+        given = " and ".join(_show(name, flat[name]) for name in self.given)
+        found = _show(self.field, flat[self.field])
+        return f"{found}: must be {_say(self.must)} with {given}: {self.why}"
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Its row in docs/settings.md: the field, what it must be, with what others, and why."""
+        given = ", ".join(f"`{name}`: {_say(what, '`')}" for name, what in self.given.items())
+        return f"`{self.field}`", _say(self.must, "`"), given, self.why
+
+
+USER_STUDENT = "distill(student=)"  # the module that a run is given as Python
+
+_SET: _Rule = bool, "set"
+_DRAFTS = "the block drafts for layers that stay as they are"
+_NAMED = "it is for models that kdjax knows the architecture of"
+CONFLICTS = (
+    Conflict("student.init", "checkpoint", {"student.lora.rank": _SET}, "a base to adapt"),
+    Conflict(
+        "optim.trainable",
+        "",
+        {"student.lora.rank": _SET},
+        "student.lora.targets names the matrices",
+    ),
+    Conflict(
+        "student.lora.rank",
+        0,
+        {"student.quantize": _SET},
+        "all of the student trains that is rounded",
+    ),
+    Conflict(
+        "student.quantize",
+        _SET,
+        {"student.imatrix": _SET},
+        "importances weigh the errors of rounding",
+    ),
+    Conflict("teacher.path", SELF, {"student.block": _SET}, _DRAFTS),
+    Conflict("teacher.cache", "", {"student.block": _SET}, _DRAFTS),
+    Conflict("student.init", "checkpoint", {"student.block": _SET}, _DRAFTS),
+    Conflict("student.layers", "", {"student.block": _SET}, _DRAFTS),
+    Conflict("student.quantize", "", {"student.block": _SET}, _DRAFTS),
+    Conflict("student.lora.rank", 0, {"student.block": _SET}, _DRAFTS),
+    Conflict("optim.trainable", "", {"student.block": _SET}, _DRAFTS),
+    Conflict("rollout.prompts", "", {"student.block": _SET}, _DRAFTS),
+    Conflict("mesh.tensor", 1, {"student.block": _SET}, _DRAFTS),
+    Conflict(
+        "student.init", "checkpoint", {"teacher.path": SELF}, "the teacher is the student's file"
+    ),
+    Conflict(
+        "loss.alpha",
+        1,
+        {"teacher.path": "", "teacher.cache": ""},
+        "there is no teacher: name one (teacher.path: a GGUF file or a Hugging Face folder; or "
+        "teacher.cache: a cache of a server's answers), or train on the text alone",
+    ),
+    Conflict(
+        "eval.best",
+        (lambda v: v in ("", *_UNTAUGHT), f"empty, or one of {', '.join(_UNTAUGHT)}"),
+        {"teacher.path": "", "teacher.cache": ""},
+        "there is no teacher to compare with",
+    ),
+    Conflict(
+        "loss.final_alpha",
+        (lambda v: v in (-1, 1), "as the first"),
+        {"loss.alpha": 1},
+        "all of the run trains without the teacher; begin below 1",
+    ),
+    Conflict(
+        "teacher.weights",
+        (lambda v: v not in ("dense", "packed"), "auto, or float8 of a cache made so"),
+        {"teacher.cache": _SET},
+        "a cached teacher is not loaded (KDJAX_TEACHER_WEIGHTS sets the weights, too)",
+    ),
+    Conflict(
+        "teacher.cache",
+        "",
+        {"rollout.prompts": _SET},
+        "a cache has not read the answers of a round",
+    ),
+    Conflict(
+        "rollout.writer",
+        "student",
+        {"rollout.prompts": _SET, "teacher.path": ""},
+        "no teacher runs that could write",
+    ),
+    Conflict("student.layers", "", {USER_STUDENT: _SET}, _NAMED),
+    Conflict("student.quantize", "", {USER_STUDENT: _SET}, _NAMED),
+    Conflict("student.lora.rank", 0, {USER_STUDENT: _SET}, _NAMED),
+    Conflict("student.block", "", {USER_STUDENT: _SET}, _NAMED),
+    Conflict("rollout.prompts", "", {USER_STUDENT: _SET}, _NAMED),
+)
+
+
+def _is(value: Any, what: Any) -> bool:
+    """Whether a value is as a rule, or another value, says."""
+    return bool(what[0](value)) if isinstance(what, tuple) else value == what
+
+
+def _say(what: Any, mark: str = "") -> str:
+    """A rule in words, or a value between marks."""
+    if isinstance(what, tuple):
+        return what[1]
+    return f"{mark}{what!r}{mark}" if what != "" else "empty"
+
+
+def _show(name: str, value: Any) -> str:
+    return f"distill(student={value})" if name == USER_STUDENT else f"{name}={value!r}"
+
+
+def _list_conflicts(flat: Mapping[str, Any]) -> list[str]:
+    return [conflict.describe(flat) for conflict in CONFLICTS if conflict.found_in(flat)]
+
+
+def refuse_conflicts(flat: Mapping[str, Any]) -> None:
+    """Raises one `UserError` of all conflicts between the fields of a flat config."""
+    if problems := _list_conflicts(flat):
+        raise UserError(_refusal(problems))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bound:
+    """A field's limit in terms of others, which `must` shows by their names in braces."""
+
+    field: str
+    holds: Callable[[Config], bool]
+    must: str
+
+    def describe(self, config: Config) -> str:
+        shown = self.must.format_map(vars(config))
+        return f"{_show(self.field, flatten(config)[self.field])}: must be {shown}"
+
+
+_BOUNDS = (
+    _Bound(
+        "train.batch_size",
+        lambda c: c.train.microbatches < 1 or not c.train.batch_size % c.train.microbatches,
+        "divisible by train.microbatches={train.microbatches}",
+    ),
+    _Bound(
+        "optim.final_learning_rate",
+        lambda c: c.student.lora.rank > 0 or c.optim.final_learning_rate <= c.optim.learning_rate,
+        "at most optim.learning_rate={optim.learning_rate}",
+    ),
+    _Bound(
+        "optim.final_learning_rate",
+        lambda c: (
+            c.student.lora.rank < 1 or c.optim.final_learning_rate <= c.student.lora.learning_rate
+        ),
+        "at most student.lora.learning_rate={student.lora.learning_rate}",
+    ),
+    _Bound(
+        "train.after",
+        lambda c: not c.train.after >= c.train.steps > 0,
+        "less than train.steps={train.steps}, the last step of the run that goes on",
+    ),
+    _Bound(
+        "optim.warmup_steps",
+        lambda c: not c.optim.warmup_steps >= c.train.steps - c.train.after > 0,
+        "less than train.steps={train.steps} - train.after={train.after}",
+    ),
+    _Bound(
+        "smoke.steps",
+        lambda c: not c.smoke.steps > c.train.steps > 0,
+        "at most train.steps={train.steps}, the run that it tries",
+    ),
+    _Bound(
+        "rollout.max_tokens",
+        lambda c: (
+            not c.rollout.prompts
+            or c.data.seq_len - c.rollout.max_tokens >= max(c.rollout.prompt_tokens, 1)
+        ),
+        "less than data.seq_len={data.seq_len} by rollout.prompt_tokens={rollout.prompt_tokens}, "
+        "or by 1: answers are not cut in two",
+    ),
+    _Bound(
+        "rollout.share",
+        lambda c: not c.rollout.prompts or count_own_rows(c) >= 1,
+        "at least one row of a batch of train.batch_size={train.batch_size}",
+    ),
+)
 
 
 def _say_odd(value: Any, default: Any) -> str:
@@ -582,130 +785,20 @@ def validate(config: Config) -> None:
     """Raises one `UserError` that lists every invalid field, its value and valid ones."""
     check_fields(config)
     refuse_removed_weights(config.teacher.weights)
-    if problems := _list_problems(config):
-        raise UserError(_refusal(problems))
-
-
-def _refusal(problems: Sequence[str]) -> str:
-    return "the config cannot run:\n  " + "\n  ".join(problems)
-
-
-def _list_problems(config: Config) -> list[str]:
-    """Lists every field that cannot work."""
     flat = flatten(config)
     problems = [
         f"{name}={flat[name]!r}: must be {wanted}"
         for name, (good, wanted) in _RULES.items()
         if not good(flat[name])
     ]
-    train, optim = config.train, choose_optim(config)
-    if config.student.lora.rank:
-        if config.student.init == "random":
-            problems.append("student.lora.rank: needs student.init=checkpoint, a base to adapt")
-        if optim.trainable:
-            problems.append(
-                f"optim.trainable={optim.trainable!r}: must be empty with student.lora.rank: name "
-                "the matrices in student.lora.targets"
-            )
-        if config.student.quantize:
-            problems.append(
-                f"student.lora.rank={config.student.lora.rank}: must be 0 with student.quantize="
-                f"{config.student.quantize!r}, which is a full fine-tune"
-            )
-    if config.student.imatrix and not config.student.quantize:
-        problems.append(
-            f"student.imatrix={config.student.imatrix!r}: needs student.quantize: it weights the "
-            "errors of rounding"
-        )
-    if config.student.block:
-        problems += _list_odd_for_block(flat)
-    if config.teacher.path == SELF and config.student.init == "random":
-        problems.append("teacher.path='self': needs student.init=checkpoint, weights to stay near")
-    if not (config.teacher.path or config.teacher.cache or config.loss.alpha == 1):
-        problems.append(
-            "teacher.path='': must be set: a GGUF file or a Hugging Face folder; or teacher.cache, "
-            "a cache of a server's answers; or loss.alpha be 1 (now "
-            f"{config.loss.alpha}), to train on the text alone"
-        )
-    if config.loss.alpha == 1 and config.loss.final_alpha not in (-1, 1):
-        problems.append(
-            f"loss.final_alpha={config.loss.final_alpha}: must be -1 with loss.alpha=1, which "
-            "trains without the teacher; begin below 1"
-        )
-    if train.microbatches > 0 and train.batch_size % train.microbatches:
-        problems.append(
-            f"train.batch_size={train.batch_size}: must be divisible by "
-            f"train.microbatches={train.microbatches}"
-        )
-    if optim.final_learning_rate > optim.learning_rate:
-        problems.append(
-            f"optim.final_learning_rate={optim.final_learning_rate}: must not exceed "
-            f"{'student.lora' if config.student.lora.rank else 'optim'}.learning_rate="
-            f"{optim.learning_rate}"
-        )
-    if train.after >= train.steps > 0:
-        problems.append(
-            f"train.after={train.after}: must be less than train.steps={train.steps}, the last "
-            "step of the run that goes on"
-        )
-    elif optim.warmup_steps >= train.steps - train.after > 0:
-        after = f" - train.after={train.after}" if train.after else ""
-        problems.append(
-            f"optim.warmup_steps={optim.warmup_steps}: must be less than "
-            f"train.steps={train.steps}{after}"
-        )
-    if config.smoke.steps > train.steps > 0:
-        problems.append(
-            f"smoke.steps={config.smoke.steps}: must not exceed train.steps={train.steps}"
-        )
-    rollout = config.rollout
-    if rollout.prompts:
-        room = config.data.seq_len - rollout.max_tokens
-        if room < max(rollout.prompt_tokens, 1):
-            problems.append(
-                f"rollout.max_tokens={rollout.max_tokens}, prompt_tokens={rollout.prompt_tokens}: "
-                f"together must not exceed data.seq_len={config.data.seq_len}: answers are not cut "
-                "in two"
-            )
-        if count_own_rows(config) < 1:
-            problems.append(
-                f"rollout.share={rollout.share}: must make at least one row of a batch of "
-                f"train.batch_size={train.batch_size}"
-            )
-        if config.teacher.cache:
-            problems.append(
-                f"teacher.cache={config.teacher.cache!r}: must be empty with rollout.prompts: a "
-                "cache has not read the answers of a round"
-            )
-        if rollout.writer == "teacher" and not config.teacher.path:
-            problems.append("rollout.writer='teacher': needs teacher.path")
-    if config.eval.best in _TAUGHT and not (config.teacher.path or config.teacher.cache):
-        problems.append(f"eval.best={config.eval.best!r}: needs a teacher to compare with")
-    return problems
+    problems += _list_conflicts(flat)
+    problems += [bound.describe(config) for bound in _BOUNDS if not bound.holds(config)]
+    if problems:
+        raise UserError(_refusal(problems))
 
 
-# Values that a run of `student.block` must have: the block drafts for layers that stay as they are.
-_BLOCKS = {
-    "teacher.path": SELF,
-    "teacher.cache": "",
-    "student.init": "checkpoint",
-    "student.layers": "",
-    "student.quantize": "",
-    "student.lora.rank": 0,
-    "optim.trainable": "",
-    "rollout.prompts": "",
-    "mesh.tensor": 1,
-}
-
-
-def _list_odd_for_block(flat: Mapping[str, Any]) -> list[str]:
-    """Lists the fields that conflict with training a drafting block."""
-    return [
-        f"{name}={flat[name]!r}: must be {wanted!r} with student.block={flat['student.block']!r}, "
-        "which trains the block that drafts for the student's layers"
-        for name, wanted in _BLOCKS.items()
-        if flat[name] != wanted
-    ]
+def _refusal(problems: Sequence[str]) -> str:
+    return "the config cannot run:\n  " + "\n  ".join(problems)
 
 
 def tiny(config: Config) -> Config:

@@ -14,7 +14,7 @@ import pytest
 
 from kdjax import config as config_module
 from kdjax.commands import cli, parsing
-from kdjax.config import Config, flatten, validate
+from kdjax.config import CONFLICTS, Config, flatten, validate
 from kdjax.data.text import find_files
 from kdjax.errors import (
     BAD_INPUT,
@@ -29,7 +29,6 @@ from kdjax.errors import (
     reporting,
     status_of,
 )
-from kdjax.training.job import ask_kinds
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -247,8 +246,8 @@ def test_weights_that_would_be_ignored_are_refused(tmp_path):
     config = Config()
     config.teacher.path, config.teacher.cache = "teacher.gguf", str(tmp_path)
     parsing.apply_environment(config, {"KDJAX_TEACHER_WEIGHTS": "packed"})
-    with pytest.raises(UserError, match=r"teacher.weights='packed' .*or KDJAX_TEACHER_WEIGHTS"):
-        ask_kinds(config.teacher)
+    with pytest.raises(UserError, match=r"teacher.weights='packed': .*\(KDJAX_TEACHER_WEIGHTS"):
+        validate(config)
 
 
 def test_variables_of_earlier_systems_choose_the_weights():
@@ -413,16 +412,16 @@ def test_the_wheel_has_every_package_and_the_configs():
         ({"loss.alpha": -0.1, "train.steps": 0}, r"(?s)loss.alpha=-0.1.*train.steps=0"),
         ({"train.microbatches": 3}, r"train.batch_size=8: must be divisible by .*=3"),
         ({"optim.warmup_steps": 10}, r"optim.warmup_steps=10: must be less than train.steps=10"),
-        ({"optim.final_learning_rate": 1.0}, r"must not exceed optim.learning_rate"),
+        ({"optim.final_learning_rate": 1.0}, r"must be at most optim.learning_rate"),
         ({"teacher.weights": "gpu"}, r"teacher.weights='gpu': must be one of auto, dense"),
         ({"data.train": ""}, r"data.train='': must be set"),
-        ({"student.imatrix": "x"}, r"student.imatrix='x': needs student.quantize"),
+        ({"student.imatrix": "x"}, r"student.quantize='': must be set with student.imatrix='x'"),
         (
             {"teacher.cache": "c", "rollout.prompts": "p"},
             r"teacher.cache='c': must be empty with rollout.prompts",
         ),
         ({"smoke.steps": -1}, r"smoke.steps=-1: must be 0 or more"),
-        ({"smoke.steps": 11}, r"smoke.steps=11: must not exceed train.steps=10"),
+        ({"smoke.steps": 11}, r"smoke.steps=11: must be at most train.steps=10"),
         ({"train.step": 5}, r"train.step=5: no such field. Did you mean train.steps\?"),
         ({"train.steps": "100"}, r"train.steps='100': must be of type int$"),
         (
@@ -445,6 +444,52 @@ def test_config_errors_name_field_value_and_remedy(tiny_config, changes, message
 def test_fields_of_a_config_may_be_whole_numbers(tiny_config):
     tiny_config.optim.weight_decay = 0
     validate(tiny_config)
+
+
+# Of each field of a conflict a value that is set, and that no conflict wants.
+ODD = {
+    "teacher.path": "t.gguf",
+    "teacher.cache": "c",
+    "teacher.weights": "packed",
+    "student.init": "random",
+    "student.layers": "0,2",
+    "student.quantize": "q4_0",
+    "student.imatrix": "x",
+    "student.block": "own",
+    "student.lora.rank": 4,
+    "loss.alpha": 0.5,
+    "loss.final_alpha": 0.5,
+    "optim.trainable": "blocks",
+    "rollout.prompts": "p",
+    "rollout.writer": "teacher",
+    "eval.best": "kl",
+    "mesh.tensor": 2,
+    config_module.USER_STUDENT: "Bigram",
+}
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda c: f"{c.field}, {', '.join(c.given)}")
+def test_every_conflict_is_refused_in_one_line(conflict):
+    def choose(name, what):
+        return ODD[name] if isinstance(what, tuple) else what
+
+    flat = flatten(Config()) | {"teacher.path": "t.gguf", config_module.USER_STUDENT: ""}
+    config_module.refuse_conflicts(flat)
+    flat |= {name: choose(name, what) for name, what in conflict.given.items()}
+    flat[conflict.field] = "" if conflict.must == config_module._SET else ODD[conflict.field]
+    with pytest.raises(UserError) as caught:
+        config_module.refuse_conflicts(flat)
+    shown = conflict.describe(flat)
+    assert f"  {shown}" in str(caught.value).splitlines()
+    assert shown.startswith(f"{conflict.field}={flat[conflict.field]!r}: must be ")
+    assert " with " in shown and shown.endswith(f": {conflict.why}")
+
+
+def test_the_page_of_settings_lists_the_conflicts():
+    """A failure shows the table that the page lacks."""
+    heads = ["| field | must be | with | why |", "| --- | --- | --- | --- |"]
+    table = "\n".join(["", *heads, *parsing.describe_conflicts(), ""])
+    assert table in (REPOSITORY / "docs" / "settings.md").read_text(), table
 
 
 def test_every_field_has_a_rule_or_is_free():

@@ -189,5 +189,7 @@ def test_a_head_and_batches_that_are_too_small_are_refused(own_config, tmp_path)
 @pytest.mark.parametrize("name", ["layers", "quantize"])
 def test_a_module_of_ones_own_has_no_settings_of_files(tiny_config, tmp_path, name):
     setattr(tiny_config.student, name, "0")
-    with pytest.raises(UserError, match=f"student.{name}='0' and a student of your own, Bigram"):
+    with pytest.raises(
+        UserError, match=f"student.{name}='0': must be empty with distill.student=Bigram"
+    ):
         kdjax.distill(tiny_config, tmp_path, student=Bigram(8))

@@ -478,8 +478,8 @@ def test_another_template_is_refused_unless_accepted(job, tokenizer, tmp_path, c
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"max_tokens": 30}, "rollout.max_tokens=30, prompt_tokens=12: together must not exceed"),
-        ({"share": 0.01}, "rollout.share=0.01: must make at least one row"),
+        ({"max_tokens": 30}, "rollout.max_tokens=30: must be less than data.seq_len=32 by .*=12"),
+        ({"share": 0.01}, "rollout.share=0.01: must be at least one row"),
         ({"share": 0.0}, "rollout.share=0.0: must be above 0"),
     ],
 )

@@ -19,6 +19,7 @@ from ml_collections import config_flags
 
 from kdjax import hub
 from kdjax.config import (
+    CONFLICTS,
     SELF,
     WEIGHTS,
     Config,
@@ -258,6 +259,11 @@ def _describe_section(section: Any) -> dict[str, tuple[str, str]]:
             fields = _describe_section(inner).items()
             described |= {f"{name}.{field}": entry for field, entry in fields}
     return described
+
+
+def describe_conflicts() -> list[str]:
+    """Rows of a table, in Markdown: field, what it must be, with which others, why."""
+    return [f"| {' | '.join(conflict.cells)} |" for conflict in CONFLICTS]
 
 
 def _settings() -> str:

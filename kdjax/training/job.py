@@ -203,12 +203,6 @@ def ask_kinds(teacher: TeacherConfig) -> tuple[TeacherKind, ...]:
     if not teacher.path and not teacher.cache:
         return (NoTeacher(),)
     if teacher.cache:
-        if weights in ("dense", "packed"):  # float8 says of what the cache was made
-            raise UserError(
-                f"found teacher.cache={teacher.cache} with teacher.weights={weights!r} (of the "
-                "config or KDJAX_TEACHER_WEIGHTS); expected 'auto': a cached teacher is not "
-                "loaded. Leave one of them out."
-            )
         caches = split_caches(teacher.cache)
         specs = [read_index(folder)[0] for _, folder in caches]
         if len(specs) > 1:

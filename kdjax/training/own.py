@@ -9,10 +9,9 @@ import jax
 import optax
 from flax import nnx
 
-from kdjax.config import OWN, Config, flatten
+from kdjax.config import OWN, USER_STUDENT, Config, flatten, refuse_conflicts
 from kdjax.data.pipeline import BatchSource
 from kdjax.device.placement import Placement
-from kdjax.errors import UserError
 from kdjax.losses.divergences import FunctionDivergence, write_divergence
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.layers import LayerLoss
@@ -28,9 +27,6 @@ _EXPECTED: dict[str, tuple[Any, str]] = {
     "on_step": (Callable, "a function of a StepRecord"),
     "on_eval": (Callable, "a function of held-out figures"),
 }
-# What a student of one's own has no use for.
-_FILES_ONLY = ("student.layers", "student.quantize", "student.lora.rank")
-_FILES_ONLY += ("student.block", "rollout.prompts")
 _DECIDING = ("optimizer", "student", "extra")  # which arrays a state has
 
 
@@ -74,14 +70,7 @@ class Own:
             config = dataclasses.replace(config, loss=loss)
         if self.student is None:
             return config
-        fields = flatten(config)
-        for name in _FILES_ONLY:
-            if asked := fields[name]:
-                raise UserError(
-                    f"found {name}={asked!r} and a student of your own, "
-                    f"{type(self.student).__name__}; expected one of both: it is for models that "
-                    "kdjax knows the architecture of."
-                )
+        refuse_conflicts(flatten(config) | {USER_STUDENT: type(self.student).__name__})
         student = dataclasses.replace(config.student, init="random")
         return dataclasses.replace(config, student=student)
 
