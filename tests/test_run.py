@@ -64,7 +64,7 @@ def test_text_that_is_read_again_and_again_is_told(share, told, caplog):
     config.rollout.share = share
     rows = RowSet(train=range(10), heldout=(), info={}, key="")
     warn_of_readings(config.train, count_own_rows(config), rows)
-    said = f"15 steps read the text {told} times"
+    said = f"15 steps are {told} epochs of the text"
     assert caplog.text.count(said) == 1 if told else not caplog.records
 
 

@@ -8,13 +8,13 @@ from kdjax.config import Config
 from kdjax.errors import COLLAPSED, KdjaxError, UserError
 from kdjax.formats.saved import Best
 
-RISING = ("agreement", "acceptance")  # figures of which more is better
+RISING = ("agreement", "acceptance")  # figures that should rise
 START = "start"  # in a step's record: the figure before training
-BEGIN = "begin"  # in a step's record: that figure by batch, where a run may be stopped by it
+BEGIN = "begin"  # in a step's record: that figure by batch, if it may stop the run
 
 
 class Part(NamedTuple):
-    """A held-out figure on one batch: its mean, and the positions that it is of."""
+    """A held-out figure on one batch: its mean, and its number of positions."""
 
     mean: float
     count: float
@@ -27,9 +27,9 @@ class WorseError(KdjaxError):
 
 
 def read_figure(figures: Mapping[str, float], name: str) -> tuple[str, float]:
-    """The figure of that name, or what a cache of likeliest ids has in its place, and its name.
+    """Finds the figure of that name, or its counterpart for a top-k cache; returns its name too.
 
-    Raises `UserError` for one that is not there.
+    Raises `UserError` for an unknown name.
     """
     found = next((n for n in (name, f"{name}_topk") if n in figures), None)
     if found is None:
@@ -41,10 +41,10 @@ def read_figure(figures: Mapping[str, float], name: str) -> tuple[str, float]:
 
 
 def compare_parts(before: Sequence[Part], now: Sequence[Part]) -> tuple[float, float]:
-    """How much a mean over the same batches has grown, and the standard error of that.
+    """Growth of a mean over the same batches, and its standard error.
 
-    Batches are paired, so that what is hard in both counts in neither. Of one batch the error is
-    not known: infinite.
+    Batches are paired, so that their difficulty cancels. With one batch the error is unknown:
+    infinite.
     """
     pairs = [(b.mean, a.mean, a.count) for b, a in zip(before, now, strict=True)]
     total, n = math.fsum(count for *_, count in pairs), len(pairs)
@@ -75,7 +75,7 @@ class Judge:
         return cls(config.eval.best or "loss", errors, record)
 
     def see(self, step: int, figures: Mapping[str, float], parts: Sequence[Any]) -> None:
-        """Takes an evaluation, and the figures of each of its batches.
+        """Records an evaluation, and the figures of each of its batches.
 
         Raises `WorseError` if training has made the figure worse by more than its error.
         """
@@ -96,12 +96,12 @@ class Judge:
             )
 
     def begin(self) -> None:
-        """Has what was last evaluated stand for where the run begins."""
+        """Takes the last evaluation as the figure before training."""
         if self._now:
             self._start, self._begin = self._now, self._parts if self._errors else None
 
     def describe(self) -> str:
-        """Says which saved step is the best, and its figure compared with that before training."""
+        """Says which saved step is the best, and compares its figure with the initial one."""
         best, start, now = self.best, self._start, self._now
         if best is None:
             return "no step is saved"
@@ -116,7 +116,7 @@ class Judge:
         after = f", and {now.value:.4g} after step {now.step}" if now and now.step else ""
         return (
             f"no step is better than the student before training: held-out {best.name} "
-            f"{best.value:.4g} there{after}. Step 0 is what export and kdjax.load take. {advice}."
+            f"{best.value:.4g} there{after}. Export and kdjax.load take step 0. {advice}."
         )
 
     def _improves(self, value: float, than: float) -> bool:
@@ -133,7 +133,7 @@ class Judge:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Record of it in a saved step."""
+        """The record that a saved step holds."""
         record: dict[str, Any] = self.best.record if self.best else {}
         if self._start:
             record |= {START: self._start._asdict()}

@@ -1,4 +1,4 @@
-"""Runs a teacher once over the rows that a run reads; writes what training needs of it."""
+"""Runs a teacher once over the rows that a run reads; writes its outputs for training."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ _log = logging.getLogger("kdjax")
 def cache_teacher(
     config: Config, out: Path, kind: CachedHidden | CachedTopK, *, all_rows: bool = False
 ) -> None:
-    """Writes what a run of `config` reads of its teacher into `out`, or adds what is missing there.
+    """Writes the teacher's outputs that a run of `config` reads into `out`, or adds missing ones.
 
     With `all_rows` every row of the text is cached. Several processes share the rows of each batch;
     the first writes. Raises `UserError` for bad input.
@@ -68,7 +68,7 @@ def cache_teacher(
     head = HeadSpec(loss, *spec.vocabulary, plan.chunk_tokens, placement.kernels)
     size = config.eval.batch_size
 
-    @functools.cache  # nothing is loaded if nothing is left to write
+    @functools.cache  # loads nothing if nothing is left to write
     def compute() -> Callable[[dict[str, Any]], dict[str, jax.Array]]:
         teacher = load_teacher(config, pair, plan.kind, placement)
         assert teacher is not None
@@ -96,10 +96,10 @@ def cache_teacher(
 
 
 def cache_answers(config: Config, out: Path, k: int | None, *, rest: str = "tail") -> None:
-    """Writes what a server said of its answers, the run's text, as a cache of likeliest ids.
+    """Writes a server's log-probabilities of its answers, the run's text, as a top-k cache.
 
     `config.data.train`, and `data.heldout` if set, name .jsonl files of `data.answers`. `k` ids a
-    position are kept (None: as many as each position has); `rest` is as of `TeacherInBatch`. The
+    position are stored (None: all that each position has); `rest` is as for `TeacherInBatch`. The
     run has no teacher.path. Raises `UserError` for other text, for positions of fewer than k ids,
     and for a temperature that does not suit `rest`.
     """
@@ -127,7 +127,7 @@ def cache_answers(config: Config, out: Path, k: int | None, *, rest: str = "tail
     if k is not None and k > least:
         raise UserError(
             f"{place}: found a token with {least} alternatives and --k={k}; expected that many of "
-            f"every token. Leave --k out, which then is {least}, or ask the server for more."
+            f"every token. Leave --k out, which then is {least}, or request more from the server."
         )
     spec = describe_cache(config, pair, rows, CachedTopK(k or least), "")
     if rest != "tail":
@@ -151,9 +151,10 @@ def _read_said(
     rest: str,
     numbers: Sequence[int],
 ) -> Iterator[np.ndarray]:
-    """Records of those rows, from the answers whose pieces lie in them."""
+    """Yields records of these rows, from the answers whose pieces lie in them."""
     for number in numbers:
-        # Of ids, the first of which is no target. Positions without an answer keep distinct ids.
+        # One entry for each id; the first is no target. Positions without an answer get distinct
+        # ids.
         shape = spec.positions + 1, spec.k
         ids = np.broadcast_to(np.arange(spec.k, dtype=np.int32), shape).copy()
         log_probs, own = np.zeros(shape, np.float32), np.full(shape[0], np.nan, np.float32)
@@ -174,7 +175,7 @@ def _read_said(
 
 
 def _warn_of_tail(log_odds: np.ndarray, spec: CacheSpec) -> None:
-    """Says if most of the teacher's probability is with ids that are not kept, as at T = 4."""
+    """Warns if most of the teacher's probability is on ids that are not stored, as at T = 4."""
     tail = float(np.mean(np.exp(-np.logaddexp(0.0, -log_odds))))
     if tail > 0.5:
         _log.warning(
@@ -188,7 +189,7 @@ def _warn_of_tail(log_odds: np.ndarray, spec: CacheSpec) -> None:
 
 
 def _read_batch(rows: RowSet, numbers: Sequence[int], size: int) -> dict[str, Any]:
-    """Reads those rows, held-out ones after the others; repeats the last up to `size`."""
+    """Reads rows, held-out ones last; repeats the last row up to `size`."""
     first = len(rows.train)
     examples = [
         example(rows.train, i) if i < first else example(rows.heldout, i - first) for i in numbers
@@ -200,7 +201,7 @@ def _read_batch(rows: RowSet, numbers: Sequence[int], size: int) -> dict[str, An
 def _compile(
     teacher: Model, kind: CachedHidden | CachedTopK, head: HeadSpec
 ) -> Callable[[dict[str, Any]], dict[str, jax.Array]]:
-    """The function from a batch to what is kept of it, which the first process has whole."""
+    """Compiles the function from a batch to its records, which the first process gets in full."""
     assert teacher.placement is not None and teacher.spread is not None  # as `load_teacher` loads
     mesh, spread = teacher.placement.mesh, teacher.spread
     several = jax.process_count() > 1

@@ -1,4 +1,4 @@
-"""Ends a run by `train.seconds`. What the clock has decided is in the record of a saved step."""
+"""Ends a run by `train.seconds`. The record of a saved step has the clock's decision."""
 
 from collections.abc import Mapping
 from typing import Any

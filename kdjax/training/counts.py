@@ -1,4 +1,4 @@
-"""Counts what a pass forward and writing hold on one device, and a plan of such parts.
+"""Counts the bytes of a forward pass and of generation on one device; a plan of such parts.
 
 Resident bytes are exact. Temporaries are what XLA keeps alive in each phase, as its memory reports
 on an H200 showed (jax 0.11.2).
@@ -44,12 +44,12 @@ class Plan:
 
     @property
     def free(self) -> Size | None:
-        """Bytes that what is resident leaves of the device; None if unknown."""
+        """Free bytes of the device beyond resident ones; None if unknown."""
         return self.limit - sum(self.resident.values()) if self.limit else None
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs most."""
+        """The phase that needs the most bytes."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def missing(self) -> Size:
-        """Bytes that the device lacks for the peak and a margin; 0 if nothing is known."""
+        """Bytes that the device lacks for the peak and a margin; 0 if its memory is unknown."""
         return max(0.0, _MARGIN * self.peak - self.limit) if self.limit else 0.0
 
     def lines(self) -> Iterator[str]:
@@ -90,7 +90,7 @@ def share_memory(devices: Devices) -> Size | None:
 
 
 def count_layer(spec: ArchSpec) -> Size:
-    """Numbers of a layer, on average."""
+    """Parameters of a layer, on average."""
     ends = (2 - spec.tied) * spec.vocab_size * spec.hidden_size
     return (count_parameters(spec) - ends) / spec.num_layers
 
@@ -105,7 +105,7 @@ def count_rule(spec: ArchSpec) -> Size:
 
 
 def count_kept_heads(spec: ArchSpec) -> Size:
-    """Numbers that a delta layer on a GPU keeps of one position, beside its products.
+    """Numbers that a delta layer on a GPU keeps of one position, in addition to its products.
 
     Values, their news, outputs, normed and gated ones; queries and keys; the state before a chunk;
     what solves it; and a few float32 numbers a head.
@@ -115,9 +115,9 @@ def count_kept_heads(spec: ArchSpec) -> Size:
 
 
 def count_heads_backward(spec: ArchSpec) -> Size:
-    """Numbers that such a layer's backward pass holds of one position beside those.
+    """Additional numbers that a delta layer's backward pass holds of one position.
 
-    The gradients of states before and behind a chunk, and five of a column of values.
+    The gradients of states before and after a chunk, and five of a column of values.
     """
     values = spec.delta_value_heads * spec.delta_value_dim
     return 2 * _count_states(spec) + 5 * values
@@ -136,7 +136,7 @@ def count_forward(spec: ArchSpec, kind: TeacherKind, size: int, tensor: int) -> 
 
 
 def count_scores(spec: ArchSpec, rows: int, length: int) -> Size:
-    """Bytes of a block of queries' scores on the XLA path, float32, before and behind the exp."""
+    """Bytes of a block of queries' scores on the XLA path, float32, before and after the exp."""
     return 8 * rows * spec.num_heads * min(length, QUERY_BLOCK) * length
 
 
@@ -150,9 +150,9 @@ def count_writing(
     *,
     kernel: bool,
 ) -> dict[str, Size]:
-    """Counts what a model takes that writes, beside its parameters; `sizes` as of `count_slots`.
+    """Counts a generating model's bytes besides its parameters; `sizes` as for `count_slots`.
 
-    `ready` are bytes of a number of layers and of the head, as products take them.
+    `ready` has the bytes of a number of layers and of the head, in the form that products take.
     """
     layers, head = ready
     parts: dict[str, Size] = {"its head": spec.vocab_size * spec.hidden_size * head}

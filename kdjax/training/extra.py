@@ -13,7 +13,7 @@ from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.states import STATES, check_states, hidden_and_states
 from kdjax.training.teachers import TeacherKind
 
-_POSITIONS = 64  # of the row that shapes are asked of
+_POSITIONS = 64  # of the row that shapes are computed for
 
 
 def choose_losses(
@@ -22,7 +22,7 @@ def choose_losses(
     teacher: ModelFunctions | tuple[ModelFunctions | None, ...] | None,
     kind: TeacherKind,
 ) -> tuple[LayerLoss, ...]:
-    """The losses of `make_step(extra=)`; raises `UserError` for layers that are not there.
+    """Lists the losses of `make_step(extra=)`; raises `UserError` for missing layers.
 
     `teacher` is a tuple of several.
     """
@@ -62,14 +62,14 @@ def _check_name(loss: LayerLoss, side: str, functions: Any, name: str) -> None:
 def read_states(
     functions: Any, params: Params, *columns: Array, names: Sequence[str]
 ) -> tuple[Array, dict[str, Array]]:
-    """Hidden states, and by name those within; a model of which none are asked runs as ever."""
+    """Computes hidden states, and layers by name; without names the model runs as usual."""
     if not names:
         return functions.hidden(params, *columns), {}
     return hidden_and_states(functions, params, *columns, names=tuple(names))
 
 
 def list_names(losses: Sequence[LayerLoss], side: str) -> tuple[str, ...]:
-    """The layers of "student" or "teacher" that some loss looks at, each once."""
+    """Layers of "student" or "teacher" that some loss reads, each once."""
     return tuple(dict.fromkeys(name for loss in losses for name in getattr(loss, side)))
 
 
@@ -80,10 +80,10 @@ def begin_projections(
     teacher: ModelFunctions | None,
     teacher_params: Params | None,
 ) -> dict[str, dict[str, Array]]:
-    """The projections by loss and layer, float32; of losses without one nothing. Computes no layer.
+    """Makes the projections by loss and layer, float32; losses without any are absent.
 
-    Raises `UserError` for widths that do not fit, for a function that does not give sums, and for
-    a module of one's own that does not give its layers.
+    Computes no layer. Raises `UserError` for widths that do not fit, for a function that does not
+    return sums, and for a custom module that does not return its layers.
     """
     ids = jax.ShapeDtypeStruct((1, _POSITIONS), jnp.int32)
     batch: dict[str, Any] = dict.fromkeys(("tokens", "labels", "segment_ids", "positions"), ids)
@@ -122,8 +122,8 @@ def _ask_shapes(
         states = {}
     if lacking := [name for name in names if name not in states]:
         raise UserError(
-            f"found no layer {lacking[0]!r} of the {side}; expected of a module of your own a "
-            "method hidden_and_states(tokens, segment_ids, positions, names), which gives hidden "
-            f"states and a dict of those named. Models of files have {STATES}."
+            f"found no layer {lacking[0]!r} of the {side}; a custom module needs a "
+            "method hidden_and_states(tokens, segment_ids, positions, names), which returns hidden "
+            f"states and a dict of the named ones. Models of files have {STATES}."
         )
     return states

@@ -12,17 +12,17 @@ from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import Params
 
-Sums = EvalSums | TopEvalSums | ExtraSums  # of a batch
+Sums = EvalSums | TopEvalSums | ExtraSums  # one batch's
 _COMPARED = ("divergence", "kl", "acceptance")
 
 
 def compute_perplexity(ce: float) -> float:
-    """e to the cross-entropy in nats a token; of more than 700, which no double holds, to 700."""
+    """exp of the cross-entropy in nats a token; limited to exp(700), since a double overflows."""
     return math.exp(min(ce, 700.0))
 
 
 def count_bits(nats: float, covered: int) -> float:
-    """Bits per byte of targets whose cross-entropies add up to `nats`, of `covered` UTF-8 bytes."""
+    """Bits per byte: `nats` is the sum of cross-entropies, `covered` the targets' UTF-8 bytes."""
     return nats / math.log(2) / covered
 
 
@@ -31,13 +31,12 @@ def held_out_figures(
 ) -> dict[str, float]:
     """Merges batches' sums (host floats, float64 here) into the held-out figures, in nats a token.
 
-    `loss` is what training minimises, of the cross-entropy and the trained `divergence` at T; `kl`
-    is the forward KL at T = 1, whatever is trained. Against a cache of likeliest ids the last two
-    are called `divergence_topk` and `kl_topk`: they are lower bounds. `acceptance` is the share of
-    the student's drafts that the teacher would keep at T = 1; `acceptance_topk` is an upper bound.
-    What needs a teacher is absent without one. Perplexity is exp of the merged mean, never a mean
-    of perplexities. `covered` is the UTF-8 bytes of all the targets: with it there are bits per
-    byte.
+    `loss` is the minimised loss, of the cross-entropy and the trained `divergence` at T; `kl` is
+    the forward KL at T = 1, for any trained divergence. Against a top-k cache the last two are
+    called `divergence_topk` and `kl_topk`: they are lower bounds. `acceptance` is the share of the
+    student's drafts that the teacher would accept at T = 1; `acceptance_topk` is an upper bound.
+    Comparisons are absent without a teacher. Perplexity is exp of the merged mean, never a mean of
+    perplexities. `covered` is the number of UTF-8 bytes of all targets; it adds bits per byte.
     """
     columns = dict(zip(type(sums[0])._fields, zip(*sums, strict=True), strict=True)) if sums else {}
     totals = {
@@ -64,7 +63,7 @@ def held_out_figures(
 
 
 def split_figures(given: Sequence[Sums], loss: KDLoss) -> list[dict[str, float]]:
-    """The figures of each batch that has a position of weight, in order."""
+    """The figures of each batch with a weighted position, in order."""
     counts = [float((x.sums if isinstance(x, ExtraSums) else x).count) for x in given]
     return [merge_sums([x], loss) for x, count in zip(given, counts, strict=True) if count]
 
@@ -77,7 +76,7 @@ def held_out(
     loss: KDLoss,
     covered: int = 0,
 ) -> dict[str, float]:
-    """`held_out_figures` over all batches. Sums stay on the device until the last is dispatched."""
+    """Evaluates all batches to `held_out_figures`; reads sums after the last dispatch."""
     return merge_sums(read_sums(eval_step, params, teacher, batches), loss, covered)
 
 
@@ -89,9 +88,9 @@ def read_sums(
 
 
 def merge_sums(given: Sequence[Sums], loss: KDLoss, covered: int = 0) -> dict[str, float]:
-    """`held_out_figures` of batches' sums.
+    """Computes `held_out_figures` from batches' sums.
 
-    With layer losses `loss` has them in it, and each has a figure of its own.
+    With layer losses `loss` includes them, and each is also a separate figure.
     """
     extra = [x for x in given if isinstance(x, ExtraSums)]
     sums: Any = [x.sums if isinstance(x, ExtraSums) else x for x in given]

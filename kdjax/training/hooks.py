@@ -1,4 +1,4 @@
-"""Hooks, which watch a run and may stop it: the loop calls them in order and knows none by name."""
+"""Hooks watch a run and may stop it: the loop calls them in order and knows none by name."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ class Run:
 
     workdir: Path
     start_step: int  # optimizer steps already done
-    total_steps: int  # the last step of the run; by seconds or a rule it may end before
+    total_steps: int  # the last step of the run; train.seconds may end it earlier
     tokens_per_step: int  # positions, padding included
-    flops_per_token: float  # of teacher forward, student forward and backward
-    peak_flops: float | None  # of all devices together, dense bf16, where known
+    flops_per_token: float  # teacher forward, student forward and backward
+    peak_flops: float | None  # sum over all devices, dense bf16, if known
     log_every: int
     config: Mapping[str, object]
     eval_every: int = 0  # steps between held-out evaluations; 0: only before and after training
@@ -38,7 +38,7 @@ class StepRecord:
 def kl_names(figures: Mapping[str, float]) -> tuple[str, str]:
     """Names of the forward KL at T = 1 and of the trained divergence at T in held-out figures.
 
-    Over all ids, or over those of a cache.
+    They differ for figures over all ids and over a cache's ids.
     """
     return ("kl", "divergence") if "kl" in figures else ("kl_topk", "divergence_topk")
 
@@ -50,32 +50,32 @@ class Hook:
         """Before the first step of this process."""
 
     def news(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        """Before `step`: what the batch source tells with its batch, by the kind of news."""
+        """Before `step`: the batch source's figures, with the kind of news."""
 
     def step_end(self, record: StepRecord) -> bool | None:
-        """After each step, in order. True stops: saved, no more evaluated, "interrupted"."""
+        """After each step, in order. True stops the run: saved, not evaluated, "interrupted"."""
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """After each held-out evaluation; step 0 is before training."""
 
     def student(self, step: int, params: Params) -> None:
-        """After `eval_end`: the parameters that were evaluated; the next step donates them."""
+        """After `eval_end`, with the evaluated parameters; the next step donates them."""
 
     def save_begin(self, step: int) -> None:
         """After a save of `step` was started."""
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
-        """Once, however the run ends: "finished", "interrupted" or "failed".
+        """Once, at any end of the run: "finished", "interrupted" or "failed".
 
         `error` is the exception that ends the run, None unless it failed. Every hook is called,
-        even after one that raised here.
+        even if another one raises here.
         """
 
 
 def exit_status(reason: str, error: BaseException | None, verdict: str | None = None) -> int:
-    """The exit status of a run that ended so; `verdict` is a smoke run's PASS, FAIL or UNDECIDED.
+    """The exit status of a run's end; `verdict` is a smoke run's PASS, FAIL or UNDECIDED.
 
-    One place for `main`, which exits with it, and for the receipt, which records it.
+    The command exits with it, and the receipt records it.
     """
     if verdict in ("PASS", "FAIL"):
         return FINISHED if verdict == "PASS" else SMOKE_FAILED

@@ -1,9 +1,9 @@
 """Decides whether two runs are the same: for starting, resuming, verifying, caching and rollouts.
 
 The identity of a run is a flat record that every checkpoint holds: the fields of the config that
-decide what is computed and, under names of their own, hashes of what the others name. One rule
-compares two: a field that a record lacks has its default there. So a new field of the config is
-part of every identity, and runs that are older than the field go on.
+decide what is computed and, under separate names, hashes of the files that paths name. One rule
+compares two: a field that a record lacks has its default. So a new field of the config is part of
+every identity, and runs from before the field go on.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from kdjax.errors import UserError
 from kdjax.training.pair import Pair
 from kdjax.training.teachers import CachedHidden, CachedTopK
 
-# Fields that the identity has as a hash, of what lies at a path, and the name of that hash.
+# Fields with a path, and the name of the hash of its content that the identity has instead.
 CONTENTS = {
     "teacher.path": "teacher.sha256",
     "teacher.cache": "teacher.cache",
@@ -37,7 +37,7 @@ CONTENTS = {
     "data.tokenizer": "data.rows",
     "rollout.prompts": "rollout.prompts",
 }
-# Fields, and whole sections, that alter cost, place or reporting: a run goes on with other values.
+# Fields, and sections, that change only cost, place or reports: a run goes on with other values.
 FREE = (
     "student.remat",
     "data.cache_dir",
@@ -52,7 +52,7 @@ FREE = (
     "log.",
     "smoke.",
 )
-# What a run that goes on after a finished one may choose anew.
+# Fields that a run with `train.after` may change.
 _SCHEDULE = {
     "train.steps",
     "train.after",
@@ -62,21 +62,21 @@ _SCHEDULE = {
     "loss.final_temperature",
     "loss.final_alpha",
 }
-# Sections that decide nothing while this field of theirs is empty.
+# Sections without effect while this field of theirs is empty.
 _SWITCHES = {"rollout.": "rollout.prompts", "student.lora.": "student.lora.rank"}
-# What a round of answers has under other names, its number of rows and its prompts; and what caches
-# have so, or never had: the same weights of the teacher are computed with.
+# Fields that a round of answers has under other names (number of rows, prompts), and fields that
+# caches have under other names, or never had.
 _ROUNDS = {"rollout.share", "rollout.prompt_tokens"}
 _CACHES = {"teacher.weights", "teacher.param_dtype", "teacher.allow_degenerate"}
 
 
 def identify(config: Config, contents: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of a run of this config; `contents` are hashes by the names of `CONTENTS`."""
+    """Makes the identity of a config's run; `contents` has hashes by the names of `CONTENTS`."""
     return _select_decisive(_flatten(config)) | dict(contents)
 
 
 def _flatten(config: Config) -> dict[str, Any]:
-    """The fields of a config, those of equal meaning with one value."""
+    """The fields of a config, with one value for values of equal meaning."""
     weights = {
         "teacher.weights": name_numbers(config.teacher.weights),
         "student.lora.weights": name_numbers(config.student.lora.weights),
@@ -99,9 +99,9 @@ def _select_decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
 def list_differences(
     saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Name, saved value and current value of every field in which two identities differ.
+    """Lists name, saved value and current value of every field that differs.
 
-    Raises `UserError` for a saved one whose teacher's weights were kept in a removed way.
+    Raises `UserError` for a saved identity with a removed kind of teacher's weights.
     """
     refuse_removed_weights(saved.get("teacher.weights", ""))
     defaults = _flatten(Config()) | {name: gone.off for name, gone in REMOVED.items()}
@@ -139,7 +139,7 @@ def check_same_run(
     }
     if not differences:
         return
-    remedy = "Restore these values, or give a new --workdir."
+    remedy = "Restore these values, or choose a new --workdir."
     if finished and current.get("train.steps", 0) > step and differences.keys() <= _SCHEDULE:
         remedy = (
             f"That run has finished. To go on from its checkpoint of step {step}, with the same "
@@ -159,10 +159,10 @@ def _show(value: Any) -> str:
 
 
 def describe_answers(config: Config) -> dict[str, Any]:
-    """The fields that decide what a round's rows are, beside seed, student and prompts.
+    """The fields that decide a round's rows, in addition to seed, student and prompts.
 
-    Those of rollouts and of the student that came after the first are in it where they are not at
-    their defaults, so that rounds from before them are found again.
+    Newer fields of rollouts and of the student are included only if they are not at their
+    defaults, so that older rounds stay valid.
     """
     names = ("every", "answers", "temperature", "max_tokens", "train_cut")
     settings: dict[str, Any] = {name: getattr(config.rollout, name) for name in names}
@@ -175,7 +175,7 @@ def describe_answers(config: Config) -> dict[str, Any]:
 def _leave_defaults(
     fields: Mapping[str, Any], sections: tuple[str, ...], said: set[str]
 ) -> dict[str, Any]:
-    """The fields of these sections that decide something, are not `said`, and have other values."""
+    """Fields of these sections that have an effect, are not in `said`, and are not at defaults."""
     defaults = _flatten(Config())
     return {
         name: value
@@ -187,9 +187,9 @@ def _leave_defaults(
 def describe_cache(
     config: Config, pair: Pair, rows: RowSet, kind: CachedHidden | CachedTopK, teacher: str
 ) -> CacheSpec:
-    """Describes what a cache of this run's teacher, of SHA-256 `teacher`, is made of.
+    """Describes the inputs of a cache of this run's teacher, of SHA-256 `teacher`.
 
-    Of a server's answers, which are the run's text, there is no teacher, and its SHA-256 is "".
+    For a server's answers, which are the run's text, there is no teacher: its SHA-256 is "".
     """
     k = kind.k if isinstance(kind, CachedTopK) else 0
     return CacheSpec(

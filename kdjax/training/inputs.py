@@ -1,4 +1,4 @@
-"""Reads a run's inputs: its rows and prompts, and the hashes of all that its paths name."""
+"""Reads a run's inputs: its rows and prompts, and the hashes of the files that it names."""
 
 import contextlib
 import logging
@@ -30,13 +30,13 @@ from kdjax.training.rollouts import check_templates, open_prompts
 
 _log = logging.getLogger("kdjax")
 
-_READINGS = 4  # so often read, text teaches as well as new one (arXiv:2305.16264)
+_READINGS = 4  # up to 4 epochs, text teaches as well as new text (arXiv:2305.16264)
 
 
 def prepare_all(config: Config, pair: Pair) -> RowSet:
-    """The rows of a run: packed text, from the cache if it is there.
+    """Returns the rows of a run: packed text, from the cache if it has them.
 
-    Raises `UserError` for a teacher that would read the prompts in a foreign template.
+    Raises `UserError` for a teacher with another chat template than the prompts'.
     """
     rows = prepare(config.data, pair.tokenizer)
     if config.rollout.prompts and pair.teacher is not None:
@@ -45,7 +45,7 @@ def prepare_all(config: Config, pair: Pair) -> RowSet:
 
 
 def prepare(data: DataConfig, tokenizer: Tokenizer) -> RowSet:
-    """Packed rows of the configured text, from the cache if they are there."""
+    """Returns packed rows of the configured text, from the cache if it has them."""
     folder = Path(data.cache_dir).expanduser()
     with cluster.first_before_others("rows"):
         rows = prepare_rows(row_settings(data, tokenizer), folder)
@@ -67,16 +67,16 @@ def warn_of_readings(train: TrainConfig, own: int, rows: RowSet) -> None:
     times = train.steps * read / len(rows.train)
     if times > _READINGS:
         _log.warning(
-            "train: %s steps read the text %.1f times, and a student remembers what it reads more "
-            "than %s times: give more text (data.train), or fewer steps",
+            "train: %s steps are %.1f epochs of the text, and students memorise what they read for "
+            "more than %s: use more text (data.train), or fewer steps",
             *(f"{train.steps:,}", times, _READINGS),
         )
 
 
 def check_texts(data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Raises `UserError` for text of which no document would be left to train on, or to hold out.
+    """Raises `UserError` for text that leaves no document to train on, or to hold out.
 
-    Text of the Hub, or that is not on this machine, is not looked into.
+    Text of the Hub, or that is not on this machine, is not checked.
     """
     texts = ",".join((data.train, data.heldout))
     if any(part.strip().startswith(PREFIX) for part in texts.split(",")):
@@ -101,7 +101,7 @@ def row_settings(data: DataConfig, tokenizer: Tokenizer) -> RowSettings:
         if data.end_of_document not in tokenizer.tokens:
             raise UserError(
                 f"data.end_of_document={data.end_of_document!r} is not a token of the tokenizer; "
-                "leave it empty for the tokenizer's own end-of-text."
+                "leave it empty for the tokenizer's end-of-text."
             )
         end = tokenizer.tokens.index(data.end_of_document)
     return RowSettings(
@@ -117,7 +117,7 @@ def row_settings(data: DataConfig, tokenizer: Tokenizer) -> RowSettings:
 
 
 def hash_models(pair: Pair) -> dict[str, str | None]:
-    """SHA-256s of the models' files, which one process of a host reads for that."""
+    """SHA-256s of the models' files, which one process of each host reads."""
     sides = ("teacher", pair.teacher), ("student", pair.student)
     return cluster.once_a_host(
         "models",
@@ -141,7 +141,7 @@ def hash_text(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def hash_contents(config: Config) -> dict[str, Any]:
-    """Hashes the contents that `identify` asks for, from the files alone; loads nothing."""
+    """Hashes the contents that `identify` needs, from the files alone; loads nothing."""
     pair = open_pair(config)
     contents: dict[str, Any] = hash_text(config, pair.tokenizer)
     if config.teacher.cache:
@@ -155,8 +155,8 @@ def hash_contents(config: Config) -> dict[str, Any]:
 def check_finished(config: Config, workdir: Path, own: Own = NO_CODE) -> None:
     """Raises `UserError` unless the finished run in `workdir` is the one of `config` and `own`.
 
-    Loads nothing: models and text are hashed where they are. A file that is gone since is taken as
-    unchanged if the run's receipt has the same path.
+    Loads nothing: models and text are hashed where they are. A missing file counts as unchanged
+    if the run's receipt has the same path.
     """
     saved = saved_run(workdir, saved_steps(workdir)[-1])["identity"]
     try:

@@ -1,4 +1,4 @@
-"""Signals that stop a run: the first asks for a save, a second Ctrl-C ends it at once."""
+"""Signals that stop a run: the first requests a save, a second Ctrl-C ends it at once."""
 
 import contextlib
 import os
@@ -14,15 +14,15 @@ from kdjax.errors import QUIT
 _PATIENCE = 2.0  # seconds that the main thread has to unwind after the second Ctrl-C
 _STOPPING = b"\nstopping after this step; Ctrl-C again quits at once\n"
 _QUITTING = b"\nquitting at once\n"
-_SHOW_CURSOR = b"\x1b[?25h"  # which the progress bar hides
+_SHOW_CURSOR = b"\x1b[?25h"  # the progress bar hides it
 
 
 class StopSignals:
     """SIGTERM and the first SIGINT set `requested`; the second SIGINT is a `KeyboardInterrupt`.
 
-    While XLA compiles or computes, Python calls no handler, and two signals become one: a thread
-    hears each as it comes, says so, and ends the process with `QUIT` if the main thread cannot
-    within two seconds. Outside the main thread nothing is installed.
+    While XLA compiles or computes, Python calls no handler, and two signals become one. Therefore a
+    thread receives each signal, reports it, and ends the process with `QUIT` if the main thread
+    does not within two seconds. Outside the main thread nothing is installed.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _count(self) -> None:
-        """Takes the signals that came, one byte each; whichever thread is first counts them."""
+        """Reads pending signals, one byte each; the first thread to read counts them."""
         with self._counting, contextlib.suppress(BlockingIOError):
             for number in self._heard.recv(64):
                 if number not in (signal.SIGTERM, signal.SIGINT) or self._quit:

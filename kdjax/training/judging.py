@@ -1,4 +1,4 @@
-"""Reads a text that the student wrote with teacher and student, id by id."""
+"""Judges a text of the student id by id, with teacher and student."""
 
 import functools
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from kdjax.models.model import Model
 from kdjax.models.shards import Spread, gather_rows, map_rows
 from kdjax.models.tokenizer import Tokenizer
 
-TOP = 10  # likeliest ids whose overlap is counted
-_CHUNK = 512  # positions whose logits exist at once: of two models and 152k ids 0.6 GB
+TOP = 10  # top ids whose overlap is counted
+_CHUNK = 512  # positions whose logits exist at once: 0.6 GB for two models and 152k ids
 
 
 class Judged(NamedTuple):
-    """The teacher's opinion of each new id."""
+    """The teacher's judgement of each new id."""
 
     top: Int[Array, "B N"]  # its most likely id
     top_probability: Float[Array, "B N"]
@@ -40,10 +40,10 @@ def judge(
     continuations: Sequence[Sequence[int]],
     real: int,
 ) -> Judged:
-    """The teacher on `continuations` of `prompts`, read in one pass; float32, temperature 1.
+    """Judges `continuations` of `prompts` by the teacher in one pass; float32, temperature 1.
 
-    `real` is the number of ids that exist. Rows are `[B, N]`, N that of the longest continuation;
-    a shorter one has figures of no meaning behind its end.
+    `real` is the number of ids that exist. Rows are `[B, N]`, with N of the longest continuation;
+    figures after the end of a shorter one have no meaning.
     """
     columns = _lay_out(prompts, continuations, teacher)
     states = _read_states(teacher.functions, teacher.spread, teacher.params, *columns)
@@ -54,7 +54,7 @@ def judge(
 def _lay_out(
     prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], model: Model
 ) -> list[np.ndarray]:
-    """tokens and segments `[B, T]`, the place before each continuation `[B]`, its ids `[B, N]`."""
+    """Makes tokens and segments `[B, T]`, starts `[B]` and ids `[B, N]` of continuations."""
     width = max(map(len, continuations))
     length = max(len(p) for p in prompts) + width
     tokens = np.zeros((len(prompts), pad_length(length)), np.int32)
@@ -64,7 +64,7 @@ def _lay_out(
         segments[row, : len(prompt) + len(ids)] = 1
         new[row, : len(ids)] = ids
     starts = np.asarray([len(prompt) - 1 for prompt in prompts], np.int32)
-    # The last row again, until each device has as many.
+    # Repeats the last row until all devices have equally many.
     more = -len(tokens) % row_shards(model.placement.mesh) if model.placement is not None else 0
     columns = tokens, segments, starts, new
     return [np.concatenate([x, *[x[-1:]] * more]) for x in columns]
@@ -79,7 +79,7 @@ def _read_rows(
     *,
     apply: ModelFunctions,
 ) -> tuple[Float[Array, "B N D"], Float[Array, "V D"]]:
-    """The states that predict the new ids, and the head that makes logits of them."""
+    """Hidden states that predict the new ids, and the head for their logits."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden = apply.hidden(params, tokens, segments, positions)
     # The state at a position predicts the next id; only these few become logits.
@@ -93,10 +93,10 @@ class Compared(NamedTuple):
 
     top: Int[Array, "B N"]  # the teacher's most likely id
     top_probability: Float[Array, "B N"]  # at temperature 1, as the others
-    probability: Float[Array, "B N"]  # that the teacher gives the student's id
-    students: Float[Array, "B N"]  # that the student gives it
-    divergence: Float[Array, "B N"]  # that trains, at its temperature
-    overlap: Float[Array, "B N"]  # share of the teacher's `TOP` likeliest ids among the student's
+    probability: Float[Array, "B N"]  # the teacher's, of the student's id
+    students: Float[Array, "B N"]  # the student's, of its id
+    divergence: Float[Array, "B N"]  # the trained one, at its temperature
+    overlap: Float[Array, "B N"]  # share of the teacher's top `TOP` ids among the student's
 
 
 def compare(
@@ -107,7 +107,7 @@ def compare(
     real: int,
     loss: KDLoss,
 ) -> Compared:
-    """Both models on `continuations` of `prompts`; see `judge` for the shapes."""
+    """Compares both models on `continuations` of `prompts`; see `judge` for the shapes."""
     states, new = [], None
     for model in (teacher, student):
         *columns, new = _lay_out(prompts, continuations, model)
@@ -127,7 +127,7 @@ def _read_states(
 
 
 def _spec(real: int, loss: KDLoss) -> HeadSpec:
-    """Ids beyond the first `real`, which one of the models may have alone, are neither's."""
+    """Masks ids beyond the first `real`, which only one of the models may have."""
     return HeadSpec(loss, width=real, real_vocab=real, chunk_tokens=_CHUNK)
 
 
@@ -172,7 +172,7 @@ def describe_tokens(
     opinion: Judged | Compared | None,
     row: int,
 ) -> list[dict[str, Any]]:
-    """Each id with its text, the student's probability of it, and the teacher's opinion there."""
+    """Describes each id: its text, the student's probability, the teacher's judgement."""
     tokens, shares = [], np.asarray(probabilities).tolist()
     for at, (id_, text) in enumerate(zip(ids, split_text(tokenizer, ids), strict=True)):
         token: dict[str, Any] = {"id": id_, "text": text, "probability": shares[at]}
@@ -189,7 +189,7 @@ def describe_tokens(
 
 
 def split_text(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of `ids`, id by id; a character of several ids comes whole with the last of them."""
+    """The text of each id; a character of several ids belongs to the last of them."""
     shown, parts = "", []
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:end])

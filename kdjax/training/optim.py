@@ -14,10 +14,10 @@ from kdjax.models.arch import STACKS
 
 
 def schedule(config: OptimConfig, steps: int, after: int = 0) -> optax.Schedule:
-    """Learning rate by optimizer step: linear from 0 over the warmup, then cosine to the final one.
+    """Learning rate by optimizer step: linear warmup from 0, then cosine to the final rate.
 
-    The first step already moves: step 0 uses learning_rate / (warmup_steps + 1). A run that goes on
-    `after` so many steps begins there, and ends at `steps`.
+    The first step already moves: step 0 uses learning_rate / (warmup_steps + 1). A run that
+    continues `after` N steps begins the schedule there, and ends at `steps`.
     """
     warmup, peak, final = config.warmup_steps, config.learning_rate, config.final_learning_rate
     decay = max(steps - after - warmup, 1)
@@ -32,10 +32,10 @@ def schedule(config: OptimConfig, steps: int, after: int = 0) -> optax.Schedule:
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
-    """True for matrices, False for norms and biases; by name, for stacked ones are all 2-d."""
+    """True for matrices, False for norms and biases; by name, since stacked ones are all 2-d."""
 
     def matrix(path: tuple[Any, ...], _: Any) -> bool:
-        keys = [str(key.key) for key in path]  # of an `nnx.List` they are numbers
+        keys = [str(key.key) for key in path]  # keys of an `nnx.List` are numbers
         return keys[-1] != "bias" and not any("norm" in key for key in keys)
 
     return jax.tree_util.tree_map_with_path(matrix, params)
@@ -44,13 +44,13 @@ def decay_mask(params: optax.Params) -> optax.Params:
 def optimizer(config: OptimConfig, steps: int, after: int = 0) -> optax.GradientTransformation:
     """Global-norm clipping, then AdamW or Muon with decoupled, masked decay, in float32.
 
-    The rate is that of `schedule`.
+    `schedule` is the learning rate.
     """
     chain = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
     if config.moment_dtype == "bfloat16":
         adam = bfloat16_moments(adam)
-    adamw = optax.chain(  # the parts of optax.adamw, so that the first can be another
+    adamw = optax.chain(  # the parts of optax.adamw, so that the first can be replaced
         adam if config.name == "adamw" else _muon(config, adam),
         optax.add_decayed_weights(config.weight_decay, decay_mask),
         optax.scale_by_learning_rate(schedule(config, steps, after)),
@@ -61,8 +61,8 @@ def optimizer(config: OptimConfig, steps: int, after: int = 0) -> optax.Gradient
 def _muon(config: OptimConfig, adam: optax.GradientTransformation) -> optax.GradientTransformation:
     """Muon (Jordan 2024) for the layers' matrices, `adam` for everything else.
 
-    Each matrix of a stack is orthogonalized by itself. Updates are scaled to a root mean square of
-    0.2, that of AdamW's, so that a learning rate and a decay for AdamW serve both (Liu et al. 2025,
+    Each matrix of a stack is orthogonalized by itself. Updates are scaled to AdamW's root mean
+    square of 0.2, so that a learning rate and a decay for AdamW serve both (Liu et al. 2025,
     arXiv:2502.16982).
     """
 
@@ -80,7 +80,7 @@ def _muon(config: OptimConfig, adam: optax.GradientTransformation) -> optax.Grad
 
 
 def _choose_muon(params: optax.Params) -> optax.Params:
-    """Which of both moves a parameter: "muon" matrices within layers, convolutions apart."""
+    """Chooses each parameter's optimizer: "muon" for layers' matrices except convolutions."""
 
     def choose(path: tuple[Any, ...], x: Any, decayed: bool) -> str:
         keys = [str(key.key) for key in path]
@@ -93,10 +93,10 @@ def _choose_muon(params: optax.Params) -> optax.Params:
 def bfloat16_moments(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """`tx`, float32 `scale_by_adam` or `scale_by_muon`, its moments stored in half the memory.
 
-    Stored by stochastic rounding. To the nearest, a second moment would stall: with beta2 = 0.999
-    it falls by at most 0.1% a step, less than half of bfloat16's spacing of 0.4% to 0.8%, so that
-    it would never fall. Which numbers go up depends on the step and the place in the global array
-    alone: a resumed run and any mesh round alike.
+    Stored by stochastic rounding. Rounded to nearest, a second moment would never fall: with
+    beta2 = 0.999 it falls by at most 0.1% a step, less than half of bfloat16's spacing of 0.4% to
+    0.8%. Which numbers round up depends only on the step and the position in the global array: a
+    resumed run and any mesh round alike.
     """
 
     def moments(state: Any) -> Any:
@@ -116,7 +116,7 @@ def bfloat16_moments(tx: optax.GradientTransformation) -> optax.GradientTransfor
         updates, after = done
         leaves, treedef = jax.tree.flatten(moments(after))
         rounded = [
-            # Each leaf of each moment has a seed of its own in every step.
+            # Each leaf of each moment has a different seed in every step.
             stochastic_bfloat16(x, noise(x.shape, state.count * len(leaves) + i))
             for i, x in enumerate(leaves)
         ]
@@ -128,10 +128,10 @@ def bfloat16_moments(tx: optax.GradientTransformation) -> optax.GradientTransfor
 def stochastic_bfloat16(
     x: Float[Array, "*shape"], bits: UInt16[Array, "*shape"]
 ) -> BFloat16[Array, "*shape"]:
-    """float32 to one of its two neighbours in bfloat16: up in size if the lost bits + `bits` carry.
+    """Rounds float32 to a neighbour in bfloat16: up in size if the lost bits + `bits` carry.
 
-    With uniform `bits` the expected result is x, exactly, up to the largest bfloat16. What
-    bfloat16 holds stays as it is, and so do infinities and NaN.
+    With uniform `bits` the expected result is exactly x, up to the largest bfloat16. Numbers of
+    bfloat16 stay as they are, and so do infinities and NaN.
     """
     words = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits.astype(jnp.uint32)
     high = (words >> 16).astype(jnp.uint16)
@@ -140,10 +140,10 @@ def stochastic_bfloat16(
 
 
 def noise(shape: tuple[int, ...], seed: jax.typing.ArrayLike) -> UInt16[Array, "..."]:
-    """Uniform 16 bits by position and seed: a hash, which fuses into whatever uses it.
+    """Uniform 16 bits by position and seed: a hash, which fuses into its consumer.
 
-    `jax.random` has a kernel of its own on GPUs, whose counters and bits would take 16 bytes a
-    number for each of the student's largest tensors.
+    On GPUs `jax.random` is a separate kernel, whose counters and bits would take 16 bytes for each
+    number of the student's largest tensors.
     """
     index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
