@@ -383,7 +383,7 @@ def test_auto_prefers_speed_then_room(pairs):
         r"packed, by auto: dense needs 25.* packed needs 15.*offers 24.00", narrow.choice
     )
     unknown = plan.choose_plan(config, pairs["7b"], mesh, Devices("gpu", "x", 1, None, None), AUTO)
-    assert unknown.kind.name == "dense" and "does not tell its memory" in unknown.choice
+    assert unknown.kind.name == "dense" and "does not report its memory" in unknown.choice
 
 
 @pytest.mark.parametrize(
@@ -479,7 +479,7 @@ def test_a_block_that_drafts_is_planned_as_xla_counts(pairs, shape, divergence, 
 def test_own_answers_are_planned_with_all_that_writes_them(pairs):
     config = config_of(8, 2048, remat="none")
     without = plan.make_plan(config, pairs["7b"], make_local_mesh(1), H200, KINDS["dense"])
-    name = "own answers are written"
+    name = "answers are written"
     assert name not in without.phases
     config.rollout.prompts, config.rollout.prompt_tokens = "p.jsonl", 200
     config.rollout.max_tokens = 512

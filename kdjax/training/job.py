@@ -98,30 +98,30 @@ class Job:
     kind: TeacherKind
     schedule: optax.Schedule | None  # learning rate by optimizer step; None: a user's optimizer's
     source: Source  # of training batches
-    identity: dict[str, Any]  # what must not change when the run resumes
+    identity: dict[str, Any]  # fields that must not change when the run resumes
     plan: Plan | None = None  # None where nothing was planned: a benchmark
-    cache: TeacherCache | SeveralCaches | None = None  # of the teacher, which is then not loaded
+    cache: TeacherCache | SeveralCaches | None = None  # the teacher's, which is then not loaded
     own: Own = NO_CODE  # what a user gave as Python
 
     def restore(self, checkpoints: Checkpoints) -> TrainState:
-        """The state to start from: own checkpoint, else the student's file or random weights.
+        """The state to start from: the run's checkpoint, else the student's file or random weights.
 
-        A checkpoint also moves `source` to where the run was. Raises `UserError` if it is of a run
-        that this config would not continue.
+        A checkpoint also moves `source` to its position. Raises `UserError` for the checkpoint of
+        a run that this config would not continue.
         """
         latest = checkpoints.latest()
         if latest is None:
             if after := self.config.train.after:
                 raise UserError(
-                    f"found train.after={after} and no checkpoint in {self.workdir}; expected that "
-                    f"of a run that has finished its {after} steps. Give that --workdir."
+                    f"found train.after={after} and no checkpoint in {self.workdir}; expected a "
+                    f"run that has finished its {after} steps. Name its --workdir."
                 )
             return self.make_state()
         self.source.set_state(self.read_record(latest)["data"])
         return checkpoints.restore(latest, self.step.abstract, self.step.shardings)
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """Reads what was saved beside the state; raises `UserError` if it is of another run."""
+        """Reads the saved record of the run; raises `UserError` if it is another run's."""
         record = saved_run(self.workdir, step)
         check_same_run(record["identity"], self.identity, self.workdir, step)
         return record
@@ -145,9 +145,9 @@ class Job:
         return self.step.init(params, donate=True)
 
     def eval_batches(self, rows: Rows | None = None) -> Iterator[dict[str, Any]]:
-        """Batches of held-out or of other rows on the devices, in a fixed order.
+        """Yields batches of held-out or other rows on the devices, in a fixed order.
 
-        A cached teacher knows the held-out ones alone.
+        A cached teacher has held-out rows only.
         """
         batches = pipeline.eval_batches(
             self.rows.heldout if rows is None else rows,
@@ -166,7 +166,7 @@ class Job:
 
     @functools.cached_property
     def heldout_bytes(self) -> int:
-        """UTF-8 bytes of the targets that held-out figures are of; 0 if the tokens do not tell."""
+        """UTF-8 bytes of the held-out targets; 0 if the tokenizer does not know them."""
         sizes, config = self.pair.tokenizer.token_bytes, self.config.eval
         batches = pipeline.eval_batches(
             self.rows.heldout, batch_size=config.batch_size, limit=config.rows or None
@@ -176,7 +176,7 @@ class Job:
         return sum(int(sizes[b["labels"][b["weights"] != 0]].sum()) for b in batches)
 
     def flops_per_token(self) -> float:
-        """Teacher forward, student forward and backward (twice the forward), causal attention."""
+        """FLOP a token: teacher forward, student forward and backward, causal attention."""
         return count_step_flops(self.config, self.pair, self.kind)
 
 
@@ -195,7 +195,7 @@ def _check_batches(train: TrainConfig, evaluation: EvalConfig, placement: Placem
 
 
 def ask_kinds(teacher: TeacherConfig) -> tuple[TeacherKind, ...]:
-    """The kinds that the config allows, fastest first: one, or with weights "auto" two.
+    """Lists the kinds that the config allows, fastest first: one, or with weights "auto" two.
 
     Raises `UserError` for settings that contradict each other.
     """
@@ -209,7 +209,7 @@ def ask_kinds(teacher: TeacherConfig) -> tuple[TeacherKind, ...]:
             if teacher.path or any(spec.kind != CachedTopK.name for spec in specs):
                 raise UserError(
                     f"found teacher.cache={teacher.cache} of {len(specs)} caches and "
-                    f"teacher.path={teacher.path!r}; expected caches of likeliest ids "
+                    f"teacher.path={teacher.path!r}; expected caches of top-k ids "
                     "(--kind=topk) and teacher.path=''."
                 )
             kinds = tuple(CachedTopK(spec.k) for spec in specs)
@@ -220,7 +220,7 @@ def ask_kinds(teacher: TeacherConfig) -> tuple[TeacherKind, ...]:
         if not teacher.path:
             raise UserError(
                 f"found teacher.path='' and teacher.cache={teacher.cache} of hidden states; "
-                "expected the model that it was made of, whose head makes logits of them."
+                "expected the model that wrote it, whose head computes logits from them."
             )
         return (CachedHidden(),)
     return (Dense(), Packed()) if weights == "auto" else (RUNNING[weights],)
@@ -229,9 +229,9 @@ def ask_kinds(teacher: TeacherConfig) -> tuple[TeacherKind, ...]:
 def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan]:
     """Opens, compares and plans; reads headers and allocates nothing.
 
-    With `whole=False` the models' files may end behind their headers, as in a download under way,
-    and text is looked into as far as it takes. Raises `UserError` for a pair that cannot be
-    distilled, text that does not divide, or a run that cannot fit.
+    With `whole=False` the models' files may end after their headers, as in an unfinished download,
+    and text is read only until each side has a document. Raises `UserError` for a pair that cannot
+    be distilled, text that does not divide, or a run that cannot fit.
     """
     kinds = ask_kinds(config.teacher)
     meshes = sharding.list_meshes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
@@ -259,9 +259,9 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
 
 
 def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
-    """Builds the job; `own` is what a user gave as Python in place of what the config names.
+    """Builds the job; `own` holds user-defined Python objects that replace parts of the config.
 
-    Raises `UserError` for anything a user can mend.
+    Raises `UserError` for anything that a user can fix.
     """
     placement, pair, plan = survey(config)
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
@@ -311,7 +311,7 @@ def make_source(
     step: Step,
     teacher: Model | None,
 ) -> Source:
-    """The batches of the config: of its rows, or, in rounds, of answers."""
+    """Makes the config's batch source: rows, or rounds of answers."""
     if not config.rollout.prompts:
         return text_source(config.train, rows, cache)
     others = config.train.batch_size - count_own_rows(config)
@@ -321,11 +321,11 @@ def make_source(
 
 
 def open_writer(pair: Pair, step: Step) -> Model:
-    """The student as it writes and is compared; its parameters are shapes, to be replaced."""
+    """The student for generation and comparison; its parameters are shapes, to be replaced."""
     spec, trained = pair.student.spec, step.spec.student
     assert isinstance(trained, DecoderFunctions)
-    # No gradients, so that layers are a loop and compile as one (17 s less of a 0.5B on an H200),
-    # and one text a row, which needs no packed attention.
+    # Without gradients layers are a loop and compile as one (17 s less for a 0.5B on an H200); one
+    # text a row needs no packed attention.
     alone = dataclasses.replace(trained.compute, remat="none", scan=True, max_segments=1)
     functions = functional(spec, alone)[0]
     return Model(functions, step.abstract.params, spec.vocab_size, placement=step.placement)
@@ -334,7 +334,7 @@ def open_writer(pair: Pair, step: Step) -> Model:
 def text_source(
     train: TrainConfig, rows: RowSet, cache: TeacherCache | SeveralCaches | None
 ) -> TextSource:
-    """Training batches of the rows, this process's share."""
+    """Makes training batches of the rows, this process's share."""
     return TextSource(
         rows.train,
         batch_size=train.batch_size,
@@ -348,7 +348,7 @@ def text_source(
 def load_teacher(
     config: Config, pair: Pair, kind: TeacherKind, placement: Placement
 ) -> Model | None:
-    """The teacher, or what training needs of a cached one, over the shared vocabulary, if any."""
+    """Loads the teacher, or the needed parts of a cached one, cut to the shared vocabulary."""
     if pair.teacher is None:
         return None
     compute = Compute(
@@ -391,7 +391,7 @@ def build_step(
         config, pair, compute, teacher, kind
     )
     vocabulary = pair.vocabulary
-    if own.student is not None:  # whose head may have other rows than the file's
+    if own.student is not None:  # its head may have other rows than the file's
         vocabulary = own_vocabulary(min(vocabulary.width, student.vocab_size), vocabulary.real)
     step = make_step(
         student,
@@ -403,7 +403,7 @@ def build_step(
         reduce_dtype=config.train.reduce_dtype,
         kind=kind,
         vocabulary=vocabulary,
-        allow_degenerate=True,  # `open_pair` has judged that
+        allow_degenerate=True,  # `open_pair` has checked that
         quantize=config.student.quantize,
         imatrix=config.student.imatrix,
         trainable=config.optim.trainable,
@@ -413,7 +413,7 @@ def build_step(
 
 
 def make_loss(loss: LossConfig, train: TrainConfig) -> KDLoss:
-    """The loss of a config, with straight lines of step where it has final values."""
+    """Makes a config's loss; parameters with final values change linearly by step."""
 
     def line(first: float, final: float, unchanged: float) -> float | optax.Schedule:
         if final in (unchanged, first):
@@ -429,22 +429,22 @@ def make_loss(loss: LossConfig, train: TrainConfig) -> KDLoss:
 def _open_student_model(
     config: Config, pair: Pair, compute: Compute, teacher: Model | None, kind: TeacherKind
 ) -> Model:
-    """The student as the step takes it: shapes, or a frozen base and the shapes beside it."""
+    """Makes the step's student: shapes, or a frozen base with the shapes of what trains."""
     spec, lora = pair.student.spec, open_adapters(config.student.lora, pair.student)
     if config.student.block:
         assert teacher is not None
-        _log.info("student: the block that drafts, beside the teacher's own arrays")
+        _log.info("student: the block that drafts, with the teacher's arrays")
         return attach_block(teacher, spec, {"mtp": shape_block(spec)})
     if lora is None:
         functions, shapes = functional(spec, compute)
         return Model(functions, shapes, spec.vocab_size, spec=spec, placement=compute.placement)
     weights, base = config.student.lora.weights, pair.student.base
-    # Packed and float8 matrices become numbers a layer at a time, which only a loop ensures.
+    # Packed and float8 matrices are decoded a layer at a time, which only a loop ensures.
     loops = compute.scan or weights != "dense"
     functions, _ = functional(spec, dataclasses.replace(compute, scan=loops))
     assert compute.placement is not None
     if teacher is not None and shares_base(config, pair, kind):
-        _log.info("the frozen student is the teacher's own arrays")
+        _log.info("the frozen student shares the teacher's arrays")
         model = teacher.replace(functions=functions, spec=spec)
     else:
         model = load_model(

@@ -40,7 +40,7 @@ class _Delivery:
 
     def push(self, step: int, metrics: StepMetrics, batch: Mapping[str, np.ndarray]) -> None:
         """Delivers the previous step and keeps this one."""
-        # Asked for now: behind the next step a program would make the host wait for that step.
+        # Read now: a program dispatched after the next step would make the host wait for that step.
         rate = {}
         if self._schedule is not None:
             rate = {"learning_rate": self._schedule(jnp.int32(step - 1))}
@@ -60,7 +60,7 @@ class _Delivery:
             self.stop |= bool(hook.step_end(record))
 
     def restart_clock(self) -> None:
-        """Leaves the pause that just ended out of the next step's time."""
+        """Excludes the pause that just ended from the next step's time."""
         self._last = time.perf_counter()
 
 
@@ -93,7 +93,7 @@ def train(
     begun: list[Hook] = []
 
     def end(reason: str, error: BaseException | None = None) -> None:
-        with contextlib.ExitStack() as ends:  # calls all, whatever one of them raises
+        with contextlib.ExitStack() as ends:  # calls all, even if one of them raises
             for hook in reversed(begun):
                 ends.callback(hook.train_end, reason, error)
 
@@ -112,7 +112,7 @@ def train(
 
 
 class _Loop:
-    """The steps of a run; `record` is that of the step that it goes on from, empty for none.
+    """The steps of a run; `record` is the record of the step that it resumes from, empty for none.
 
     The order is a contract: a batch is drawn after the save that recorded the position before it; a
     step's figures pass the hooks (the NaN guard among them) before that step is saved.
@@ -148,7 +148,7 @@ class _Loop:
             stopping = self._stop.any(self._signals.requested or self._delivery.stop)
             ending = self._clock.is_over() or step >= last
             evaluating = ending or _is_due(config.eval.every, step)
-            if evaluating and not stopping:  # who stops does not wait: `_judge_again` has it
+            if evaluating and not stopping:  # a stop does not wait: `_judge_again` evaluates it
                 self._evaluate(step, state)
             if stopping or ending or _is_due(config.checkpoint.every, step):
                 self._save(step, state, unjudged=evaluating and stopping)
@@ -159,7 +159,7 @@ class _Loop:
                 return "finished"
 
     def _begin(self, state: TrainState) -> None:
-        """Evaluates the student before training, and saves it where it may be what is exported."""
+        """Evaluates the student before training, and saves it if it may be exported."""
         self._evaluate(0, state)
         self._judge.begin()
         config, form = self._job.config, self._job.step.spec.form
@@ -184,7 +184,7 @@ class _Loop:
     def _take_step(self, step: int, state: TrainState) -> TrainState:
         """Draws a batch and takes an optimizer step on it."""
         job, params = self._job, state.params
-        if job.source.pauses:  # what is drawn is written by the student of this moment
+        if job.source.pauses:  # the current student writes the batch
             self._delivery.flush()
             params = job.step.see(state)
         batch = job.source.next(params)

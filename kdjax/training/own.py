@@ -1,4 +1,4 @@
-"""Python of a user's own in a run, in place of what the config names."""
+"""User-defined Python objects in a run, in place of parts of the config."""
 
 import dataclasses
 import hashlib
@@ -27,14 +27,14 @@ _EXPECTED: dict[str, tuple[Any, str]] = {
     "on_step": (Callable, "a function of a StepRecord"),
     "on_eval": (Callable, "a function of held-out figures"),
 }
-_DECIDING = ("optimizer", "student", "extra")  # which arrays a state has
+_DECIDING = ("optimizer", "student", "extra")  # they decide which arrays a state has
 
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """The parts of a run that `distill` was given as Python; None: the config decides.
+    """The parts of a run that `distill` got as Python objects; None: the config decides.
 
-    Raises `UserError` for something else than its name expects.
+    Raises `UserError` for an object of a wrong type.
     """
 
     batches: BatchSource | None = None
@@ -52,9 +52,9 @@ class Own:
                 check_kind(name, value, kind, wanted)
 
     def rewrite(self, config: Config) -> Config:
-        """The config in whose words the loss is, as far as it has any; another object.
+        """Copies the config with the loss's settings, as far as fields exist for them.
 
-        Of a student of one's own the file is read for its tokenizer and its shapes alone. Raises
+        With a custom student the file is read only for its tokenizer and its shapes. Raises
         `UserError` for settings that such a student cannot follow.
         """
         if self.loss is not None:
@@ -75,22 +75,22 @@ class Own:
         return dataclasses.replace(config, student=student)
 
     def name_loss(self, config: Config) -> Config:
-        """The config with the name of a divergence that is somebody's function, `own:hellinger`."""
+        """Copies the config with the name of a user-defined divergence, `own:hellinger`."""
         if self.loss is None or write_divergence(self.loss.divergence) is not None:
             return config
         loss = dataclasses.replace(config.loss, divergence=OWN + _name(self.loss.divergence))
         return dataclasses.replace(config, loss=loss)
 
     def open_student(self, tokenizer: Tokenizer, placement: Placement) -> Model | None:
-        """The module as a model on these devices; None if there is none."""
+        """Makes a model of the custom module on these devices; None without one."""
         if self.student is None:
             return None
         return Model.from_module(self.student, tokenizer).replace(placement=placement)
 
     def describe(self, state: TrainState) -> dict[str, str]:
-        """Names what is unnamed Python, by the words of `distill`; `state` may be shapes.
+        """Names the user-defined objects, by the arguments of `distill`; `state` may be shapes.
 
-        A divergence that configs have a name for is none.
+        A divergence that configs can name is not user-defined.
         """
         found: dict[str, str] = {}
         for name in ("batches", "on_step", "on_eval"):
@@ -114,18 +114,18 @@ class Own:
         return found
 
     def identify(self, state: TrainState) -> dict[str, str]:
-        """Part of a run's identity: what decides which arrays its state has."""
+        """Part of a run's identity: the objects that decide which arrays its state has."""
         said = self.describe(state)
         return {f"own.{name}": said[name] for name in _DECIDING if name in said}
 
     def identify_finished(self, saved: Mapping[str, str]) -> dict[str, str]:
-        """The same beside the identity of a finished run, for which nothing is built."""
+        """That part for a finished run, for which nothing is built."""
         given = [f"own.{n}" for n in _DECIDING if getattr(self, n) not in (None, ())]
         return {name: saved.get(name, "given") for name in given}
 
     @property
     def hooks(self) -> list[Hook]:
-        """The functions as a hook."""
+        """Makes a hook of the functions."""
         return [Calls(self.on_step, self.on_eval)] if self.on_step or self.on_eval else []
 
 
@@ -147,7 +147,7 @@ class Calls(Hook):
 
     def step_end(self, record: StepRecord) -> bool:
         said = self._on_step and self._on_step(record)
-        # NumPy's and JAX's True as well, but no number: `file.write` returns one.
+        # Accepts NumPy's and JAX's True, but no number: `file.write` returns one.
         return said is True or (getattr(said, "dtype", None) == "bool" and bool(said))
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
@@ -156,7 +156,7 @@ class Calls(Hook):
 
 
 def _name(code: Any) -> str:
-    """The name that somebody's function, or the class of his object, has in its module."""
+    """Name, in its module, of a user's function or of an object's class."""
     if isinstance(code, FunctionDivergence):
         code = code.function
     return getattr(code, "__qualname__", type(code).__qualname__)

@@ -25,13 +25,13 @@ from kdjax.models.nextn import find_block
 from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
-# Ends each refusal of a teacher that teaches nothing.
+# The end of each error about a teacher that teaches nothing.
 HOW_TO_ALLOW = "set --config.teacher.allow_degenerate=True or KDJAX_ALLOW_DEGENERATE_KD=1."
 _TEACHES_NOTHING = (
-    "the KL would start at 0 and the teacher teach nothing. Give two different models, round the "
+    "the KL would start at 0 and the teacher teach nothing. Use two different models, round the "
     "student (quantize), or, if this is meant,"
 )
-_CUT_DIFFERENTLY = "The same text would be cut differently: choose models of one tokenizer."
+_CUT_DIFFERENTLY = "A text would be cut differently: choose models of one tokenizer."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Vocabulary:
     """The ids that student and teacher share; the loss slices both heads to `width`."""
 
     width: int  # rows of the narrower head
-    real: int  # ids that a token of the tokenizer reaches
+    real: int  # ids that the tokenizer has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Pair:
 def open_pair(config: Config, *, whole: bool = True) -> Pair:
     """Opens both checkpoints and compares their vocabularies, contexts and contents.
 
-    Reads headers, and tensors only as far as the two agree; with `whole=False` files may end
-    behind their headers. Raises `UserError` for a pair that cannot be distilled, or that would
+    Reads headers, and tensors only until they differ; with `whole=False` files may end after
+    their headers. Raises `UserError` for a pair that cannot be distilled, or that would
     teach nothing.
     """
     path = config.teacher.path
@@ -72,9 +72,9 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
                 f"data.seq_len={config.data.seq_len} exceeds the {name}'s context of "
                 f"{checkpoint.spec.max_positions} positions. Lower data.seq_len."
             )
-    # A rounded student is another model than the numbers it is rounded from.
+    # A rounded student differs from the numbers that it is rounded from.
     plain = config.student.init == "checkpoint" and not config.student.quantize
-    plain &= not config.student.block  # nor does a block say what its layers do
+    plain &= not config.student.block  # a drafting block differs from its layers
     if teacher and plain and same_weights(teacher, student):
         _refuse_degenerate(teacher, student, allowed=config.teacher.allow_degenerate)
     open_adapters(config.student.lora, student)
@@ -92,9 +92,9 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
 
 
 def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
-    """The student, or with `student.init=random` its shapes, its head tied as `student.head` asks.
+    """Opens the student, or with `student.init=random` its shapes; ties its head by `student.head`.
 
-    With `student.layers` it has these layers alone.
+    `student.layers` selects its layers.
     With "auto" it is tied as the stored matrices are; a folder of shapes alone is believed. Its
     tokenizer is `data.tokenizer` if that is set.
     """
@@ -114,7 +114,7 @@ def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
 
 
 def find_self(config: Config, student: Checkpoint) -> Checkpoint:
-    """The model that `teacher.path=self` names: the student at the start.
+    """Returns the model of `teacher.path=self`: the student before training.
 
     Adapters of `student.path` are part of it, unless adapters are what trains.
     """
@@ -122,7 +122,7 @@ def find_self(config: Config, student: Checkpoint) -> Checkpoint:
 
 
 def open_adapters(asked: LoraConfig, student: Checkpoint) -> Lora | None:
-    """The adapters that train, those of `student.path` if it has some; None: all of it trains.
+    """Returns the adapters that train, from `student.path` if it has some; None: a full fine-tune.
 
     Raises `UserError` for targets and ranks that the student does not have.
     """
@@ -134,15 +134,15 @@ def open_adapters(asked: LoraConfig, student: Checkpoint) -> Lora | None:
     if asked.rank != lora.rank:
         raise UserError(
             f"{student}: found adapters of rank {lora.rank} and student.lora.rank={asked.rank}; "
-            f"expected the same. Set it to {lora.rank}; their alpha and matrices hold."
+            f"expected one rank. Set it to {lora.rank}; the file decides alpha and matrices."
         )
     return lora
 
 
 def begin_beside(config: Config, student: Checkpoint) -> Params | None:
-    """Makes what trains beside a frozen student, before the first step: adapters, or a new block.
+    """Makes the parameters that train on a frozen student: adapters, or a new block.
 
-    None if the student trains, or the block that its file has.
+    None if the student itself trains, or the block in its file.
     """
     if config.student.block == NEW:
         return {"mtp": draw_block(student.spec, config.train.seed)}
@@ -155,10 +155,10 @@ def begin_beside(config: Config, student: Checkpoint) -> Params | None:
 
 
 def same_weights(a: Checkpoint, b: Checkpoint) -> bool:
-    """Whether two checkpoints hold the same numbers, whatever their names, formats and types.
+    """Whether two checkpoints hold equal numbers, under any names, formats and types.
 
-    Compares tensor by tensor and stops at the first difference, so that two real models cost one
-    small tensor.
+    Compares tensor by tensor and stops at the first difference, so that two different models cost
+    one small tensor.
     """
     # A tied head may or may not be stored a second time.
     shared = sorted(
@@ -210,10 +210,10 @@ def _refuse_degenerate(teacher: Checkpoint, student: Checkpoint, *, allowed: boo
 
 
 def share_vocabulary(student: Model, teacher: Model | None) -> Vocabulary:
-    """The ids that two loaded models share, by their tokenizers where both have one.
+    """Finds the ids that two loaded models share, by their tokenizers if both have one.
 
     Without tokenizers their heads must have equally many rows. Raises `UserError` if the models'
-    ids do not mean the same.
+    ids have different meanings.
     """
     tokenizer = student.tokenizer
     if teacher is None:
@@ -224,8 +224,8 @@ def share_vocabulary(student: Model, teacher: Model | None) -> Vocabulary:
     if student.vocab_size != teacher.vocab_size:
         raise UserError(
             f"found heads of {student.vocab_size:,} rows (student) and {teacher.vocab_size:,} "
-            "(teacher) and not both tokenizers; expected tokenizers, to prove that ids mean the "
-            "same, or heads of equally many rows."
+            "(teacher) and not both tokenizers; expected tokenizers, to prove that ids have "
+            "one meaning, or heads of equally many rows."
         )
     known = tokenizer or teacher.tokenizer
     return own_vocabulary(student.vocab_size, known.vocab_size if known else student.vocab_size)
@@ -237,8 +237,8 @@ def align(
     """Decides the shared vocabulary after comparing every token, merge and added token.
 
     The student's vocabulary must be the beginning of the teacher's, as Qwen2.5's is of Qwen3's;
-    what the teacher has beyond it is cut, and one line of the log says what. Heads of one tokenizer
-    are padded to different widths (Qwen2.5 7B: 152,064 rows, 0.5B: 151,936), so sizes prove
+    the teacher's further ids are cut, and the log says which. Heads of one tokenizer are padded to
+    different widths (Qwen2.5 7B: 152,064 rows, 0.5B: 151,936), so sizes prove
     nothing. Raises `UserError` naming the first id that differs.
     """
     real = student.vocab_size
@@ -273,7 +273,7 @@ def align(
 
 
 def _check_added(student: Tokenizer, teacher: Tokenizer) -> None:
-    """Raises `UserError` unless the same ids of the student's are found before text is cut.
+    """Raises `UserError` unless both tokenizers find the same special ids before they cut text.
 
     Converters disagree whether some of these are special (Qwen2.5's `<|fim_prefix|>`), which
     changes no id.
@@ -306,7 +306,7 @@ def _check_merges(student: Tokenizer, teacher: Tokenizer) -> None:
     if clash := next((m for m in theirs[shared:] if m.replace(" ", "") in known), None):
         raise UserError(
             f"tokenizers differ in their number of merges: {counts}, {clash!r} among them, which "
-            f"makes a token of the student's. {_CUT_DIFFERENTLY}"
+            f"makes a token of the student. {_CUT_DIFFERENTLY}"
         )
 
 
@@ -321,7 +321,7 @@ def _check_same(name: str, ours: Sequence[str], theirs: Sequence[str], remedy: s
 
 
 def own_vocabulary(rows: int, real: int, beside: str = "") -> Vocabulary:
-    """The student's own vocabulary; raises `UserError` if its head has too few rows for it.
+    """Returns the student's full vocabulary; raises `UserError` if its head has too few rows.
 
     The message says `beside` after the student's rows.
     """

@@ -143,7 +143,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
 
 
 def shares_base(config: Config, pair: Pair, kind: TeacherKind) -> bool:
-    """Whether a frozen student and its teacher are the same arrays on the devices."""
+    """Whether a frozen student and its teacher share their arrays on the devices."""
     teacher, base = pair.teacher, pair.student.base
     if teacher is None or teacher.adapters is not None or not kind.runs:
         return False
@@ -157,7 +157,7 @@ def shares_base(config: Config, pair: Pair, kind: TeacherKind) -> bool:
 def count_step_flops(
     config: Config, pair: Pair, kind: TeacherKind, teacher_rate: float = 1.0
 ) -> float:
-    """FLOP a token: teacher forward, or what its cache leaves of it, and student both ways.
+    """FLOP a token: teacher forward, or its part without a cache, and student both ways.
 
     The teacher's are divided by `teacher_rate`, how many of them take as long as one of bf16's.
     Frozen parameters have no gradient; those of activations count in all layers.
@@ -196,7 +196,7 @@ def _count_trained(asked: OptimConfig, spec: ArchSpec) -> float:
 
 
 def _count_block(spec: ArchSpec, length: int) -> float:
-    """FLOP a token of the block that drafts, both ways; the head has no gradient of its own."""
+    """FLOP a token of the drafting block, both ways; the head has no gradient."""
     leaves = jax.tree.leaves(shape_block(spec))
     products = sum(x.size for x in leaves if len(x.shape) > 2)
     scores = 2.0 * spec.num_heads * spec.head_dim * length
@@ -205,7 +205,7 @@ def _count_block(spec: ArchSpec, length: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Temporaries:
-    """Bytes that each phase of a step holds beside what is resident, on one device.
+    """Bytes that each phase of a step holds in addition to resident ones, on one device.
 
     The coefficients count buffers that XLA's memory reports showed alive together.
     """
@@ -216,7 +216,7 @@ class _Temporaries:
     platform: str
     kind: TeacherKind
     gradients: Size
-    free: Size | None  # what is resident leaves of the device; None if unknown
+    free: Size | None  # bytes of the device beyond resident ones; None if unknown
 
     @property
     def _on_cpu(self) -> bool:
@@ -251,12 +251,12 @@ class _Temporaries:
 
     @property
     def _frozen(self) -> bool:
-        """Whether the student's own numbers stay: adapters train, or the block that drafts."""
+        """Whether the student is frozen: adapters train, or the drafting block."""
         return self.config.student.lora.rank > 0 or bool(self.config.student.block)
 
     @property
     def _adapted(self) -> tuple[Lora, TeacherKind] | None:
-        """Adapters, and how the base beside them is kept."""
+        """Adapters, and how their base is stored."""
         lora = open_adapters(self.config.student.lora, self.pair.student)
         return lora and (lora, RUNNING[self.config.student.lora.weights])
 
@@ -266,13 +266,13 @@ class _Temporaries:
         if self._adapted is None:
             return self._size
         base, tied = self._adapted[1], self.pair.student.spec.tied
-        # An embedding is numbers beside float8 matrices too.
+        # The embedding of float8 weights is numbers.
         kept = isinstance(base, Dense) or (isinstance(base, Float8) and tied)
         return 0 if kept else self._size
 
     @property
     def _trained(self) -> ArchSpec:
-        """Architecture of the layers that are run backward: the student's, or the block's one."""
+        """Architecture of the layers with a backward pass: the student's, or the block's."""
         spec = self.pair.student.spec
         if not self.config.student.block:
             return spec
@@ -295,7 +295,7 @@ class _Temporaries:
         rollout = self.config.rollout
         if rollout.prompts:
             writing = self._writing()
-            phases["own answers are written"] = {k: v for k, v in writing.items() if v} | overhead
+            phases["answers are written"] = {k: v for k, v in writing.items() if v} | overhead
         return phases
 
     def _writing(self) -> dict[str, Size]:
@@ -423,7 +423,7 @@ class _Temporaries:
         }
 
     def _kept_rule(self, spec: ArchSpec) -> Size:
-        """Bytes that a delta layer keeps beside its products, a position; 0 without such layers."""
+        """Bytes a position that a delta layer keeps in addition to its products; 0 without any."""
         return self._size * count_kept_heads(spec)
 
     def _layer(self, positions: Size) -> Size:
@@ -513,7 +513,7 @@ def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int, rule: S
 def _keep_beside_adapters(
     spec: ArchSpec, remat: str, size: int, tensor: int, lora: Lora, base: TeacherKind
 ) -> Size:
-    """The same of a frozen student: the gradients of A alone read the inputs of its matrices.
+    """Bytes that a frozen student keeps: only the gradients of A read the inputs of its matrices.
 
     Dense layers stand one after the other. Others run in a loop, which hands out every number that
     the backward pass reads, those too that XLA would rather compute again.
@@ -548,11 +548,11 @@ def choose_plan(
     devices: Devices,
     kinds: Sequence[TeacherKind],
 ) -> Plan:
-    """The plan that will be run: the fastest of `kinds`, `student.remat` and chunks that fits.
+    """Chooses the plan to run: the fastest of `kinds`, `student.remat` and chunks that fits.
 
     `student.remat` of "auto" and `loss.chunk_tokens` of 0 are chosen. Raises `UserError` if none
-    of several kinds fits, naming what is missing and settings that fit. A single kind was asked for
-    by name and is not refused: the plan may be wrong by a few percent.
+    of several kinds fits, naming what is missing and settings that fit. A single kind was set by
+    name and is not refused: the plan may be wrong by a few percent.
     """
     # On a CPU "none" is hardly faster, and the memory is other programs' too.
     roomy = devices.platform != "cpu" and bool(devices.memory_bytes)
@@ -574,7 +574,7 @@ def choose_plan(
         wider = (plan(best.remat, best.kind, tokens) for tokens in _CHUNKS[:-1])
         best = next((wide for wide in wider if not wide.missing), best)
     sizes = (f"{p.kind.name} needs {p.peak / 1e9:.2f} GB" for p in tried if p.remat == best.remat)
-    offered = f"offers {best.limit / 1e9:.2f}" if best.limit else "does not tell its memory"
+    offered = f"offers {best.limit / 1e9:.2f}" if best.limit else "does not report its memory"
     reason = f"{', '.join(sizes)}; the device {offered}"
     if len(kinds) > 1 and best.missing:
         asked = replace_settings(config, config.student.remat, chunk)
@@ -626,7 +626,7 @@ def _describe_kind(kind: TeacherKind, reason: str) -> str:
 
 
 def replace_settings(config: Config, remat: str, chunk_tokens: int) -> Config:
-    """The config with that `student.remat` and `loss.chunk_tokens`, another object."""
+    """Copies the config with the plan's `student.remat` and `loss.chunk_tokens`."""
     return dataclasses.replace(
         config,
         student=dataclasses.replace(config.student, remat=remat),
@@ -635,7 +635,7 @@ def replace_settings(config: Config, remat: str, chunk_tokens: int) -> Config:
 
 
 def _find_remedy(config: Config, pair: Pair, mesh: Mesh, platform: str, plan: Plan) -> str:
-    """The mildest settings under which `plan`, of the packed teacher, would fit."""
+    """Suggests the smallest changes with which `plan`, of the packed teacher, fits."""
     sections = config.loss, config.train, config.rollout, config.eval
     for changes in _list_milder(*sections, sharding.row_shards(mesh)):
         trial = copy.deepcopy(config)

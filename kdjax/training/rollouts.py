@@ -1,7 +1,7 @@
-"""The student's own answers as training text: written in rounds, by the student of that moment.
+"""On-policy training data: answers written in rounds, by the current student.
 
-`Author` writes a round, `AnswerSource` is the batch source that draws from rounds. A round lies on
-the disk before the first of its steps trains, so that a run that is killed goes on with it.
+`Author` writes a round, `AnswerSource` is the batch source that draws from rounds. A round is on
+the disk before the first of its steps trains, so that a killed run goes on with it.
 """
 
 import dataclasses
@@ -53,10 +53,10 @@ from kdjax.training.saving import checksums
 
 _log = logging.getLogger("kdjax")
 
-PROBES, SHOWN = 8, 3  # prompts that every round answers to be compared, and to be shown
-_PROBE_NUMBERS = 2**31 - 1 - PROBES  # by which they draw: no answer of a round has these
-_MEASURED = 256  # prompts whose mean length tells how many answers fill a round
-_SURPLUS = 1.05  # of the answers that are expected to fill a round: a second turn costs more
+PROBES, SHOWN = 8, 3  # prompts that every round answers: for comparison, and shown in the log
+_PROBE_NUMBERS = 2**31 - 1 - PROBES  # random numbers of these answers: no other answer has them
+_MEASURED = 256  # prompts whose mean length estimates how many answers fill a round
+_SURPLUS = 1.05  # times the expected number of answers: a second call costs more
 _COMPARED_TEMPLATES = 64  # prompts
 
 
@@ -65,12 +65,12 @@ class Author:
     """Writes rounds of answers to prompts, and has the teacher read a few."""
 
     config: Config
-    student: Model  # its parameters are those that `write` is given
+    student: Model  # `write` gets its parameters
     prompts: Prompts
     tokenizer: Tokenizer
     real: int  # ids that both models have
-    teacher: Model | None = None  # that can read; None: no answer is compared
-    loss: KDLoss | None = None  # whose divergence compares; None: as the config says
+    teacher: Model | None = None  # one that runs; None: no answer is compared
+    loss: KDLoss | None = None  # its divergence compares; None: the config's
 
     @property
     def room(self) -> Room:
@@ -207,14 +207,14 @@ class Author:
     def _compare(
         self, student: Model, probes: Sequence[Answer]
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Figures of teacher and student on the probes, and the first of them token by token."""
+        """Compares teacher and student on the probes; describes the first probes token by token."""
         if self.teacher is None or not any(len(probe.own) for probe in probes):
             return {}, []
         asked = self.config.loss
         loss = self.loss or KDLoss(asked.divergence, asked.temperature)
         prompts = [probe.ids[: probe.start].tolist() for probe in probes]
         answers = [probe.own.tolist() for probe in probes]
-        # To one width in every round: another would be another program.
+        # One width in every round: another would compile another program.
         width = self.config.rollout.max_tokens
         filled = [ids + [0] * (width - len(ids)) for ids in answers]
         with student.precision():
@@ -236,22 +236,22 @@ class Author:
 
 
 def _number_probes(asked: Sequence[Any]) -> Sequence[int]:
-    """The numbers by which the answers to these prompts are drawn."""
+    """Random numbers for the answers to these prompts."""
     return range(_PROBE_NUMBERS, _PROBE_NUMBERS + len(asked))
 
 
 class AnswerSource(Source):
-    """Batches of answers, the student's own or the teacher's, beside batches of text.
+    """Batches of answers, the student's or the teacher's, mixed with text.
 
-    The own rows come first in a batch. A round lasts `rollout.every` batches. Of several processes
-    each makes the whole batch and has rows of it that follow each other, so that a device has the
-    same ones however devices are split.
+    Answers come first in a batch. A round lasts `rollout.every` batches. Each of several processes
+    makes the full batch and takes consecutive rows of it, so that a device has the same rows
+    however devices are split.
     """
 
     def __init__(
         self,
         author: Author,
-        text: TextSource | None,  # of whole batches
+        text: TextSource | None,  # of full batches
         workdir: Path,
         *,
         process_index: int = 0,
@@ -279,7 +279,7 @@ class AnswerSource(Source):
         return self._round is None or self._round.record["round"] != self._place()[0]
 
     def next(self, params: Any) -> dict[str, np.ndarray]:
-        """The next batch; writes a round with the student `params` if the one before is over."""
+        """Returns the next batch; first writes a round with `params` if the last one is over."""
         number, at = self._place()
         if self.pauses:
             self._round = self._begin_round(number, params)
@@ -298,7 +298,7 @@ class AnswerSource(Source):
         return {name: x[mine] for name, x in batch.items()}
 
     def _begin_round(self, number: int, params: Any) -> Round:
-        """The round that this student writes: the one on the disk if it is of the same student."""
+        """Returns this student's round, from the disk if this student wrote the one there."""
         begun = time.perf_counter()
         path = round_path(self._folder, number)
         sums = json.dumps(checksums(params), sort_keys=True).encode()
@@ -307,13 +307,13 @@ class AnswerSource(Source):
         if not _all_have(f"round {number}", written):
             before = self._round.record["figures"]["length"] if self._round else None
             rows, record = self._author.write(params, number, self._first, before)
-            with first_before_others(f"round {number}"):  # nobody trains before it is there
+            with first_before_others(f"round {number}"):  # no process trains before the file exists
                 if self._index == 0:
                     written = write_round(path, rows, made_of | record)
                 else:
                     written = read_round(path)
         assert written is not None
-        seconds = time.perf_counter() - begun  # no part of the file: it differs
+        seconds = time.perf_counter() - begun  # not stored in the file: it varies
         figures = {"round": float(number), **written.record["figures"], "seconds": seconds}
         self._news = News(ROUND, figures)
         return written
@@ -346,7 +346,7 @@ class AnswerSource(Source):
             return
         path = round_path(self._folder, self._place()[0])
         advice = (
-            "The student that wrote it has been trained on: put a copy of the file back, or give "
+            "The student that wrote it has changed since: put a copy of the file back, or use "
             "another --workdir to begin anew."
         )
         try:
@@ -361,7 +361,7 @@ class AnswerSource(Source):
 
 
 def _read_same(path: Path, made_of: dict[str, Any]) -> Round | None:
-    """The round on the disk if it was made of just that; else None, and it is written anew."""
+    """Reads the round on the disk if its record is equal; else None, and it is written again."""
     try:
         found = read_round(path)
     except CheckError as error:
@@ -372,13 +372,13 @@ def _read_same(path: Path, made_of: dict[str, Any]) -> Round | None:
 
 
 def _all_have(name: str, found: Round | None) -> bool:
-    """Whether all processes found the same; where one did not, all write."""
+    """Whether all processes found an equal round; if one did not, all write."""
     hashes = set(exchange(name, found and found.sha256))
     return len(hashes) == 1 and None not in hashes
 
 
 def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
-    """The prompts that `rollout.prompts` names, cut and counted."""
+    """Reads the prompts that `rollout.prompts` names, cut and counted."""
     return read_prompts(
         config.rollout.prompts,
         tokenizer,
@@ -389,7 +389,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
 
 
 def check_templates(rollout: RolloutConfig, ours: Tokenizer, theirs: Tokenizer) -> None:
-    """Raises `UserError` if the teacher would read the student's prompts in a foreign template.
+    """Raises `UserError` if the teacher's chat template differs from the student's.
 
     Only a warning with `rollout.allow_other_template`.
     """
@@ -401,7 +401,7 @@ def check_templates(rollout: RolloutConfig, ours: Tokenizer, theirs: Tokenizer) 
     message = (
         "the chat templates of teacher and student differ. A prompt becomes\n  "
         f"student: {differing[0]!r}\n  teacher: {differing[1]!r}"
-        + "\nThe teacher reads the student's, which it was not trained for."
+        + "\nThe teacher reads the student's template, which it was not trained on."
     )
     if not rollout.allow_other_template:
         raise UserError(
@@ -412,7 +412,7 @@ def check_templates(rollout: RolloutConfig, ours: Tokenizer, theirs: Tokenizer) 
 
 
 def _find_differing(prompts: str, ours: Tokenizer, theirs: Tokenizer) -> tuple[str, str] | None:
-    """The first prompt that the two render differently, both ways; None for none."""
+    """The first prompt that the two render differently, in both renderings; None if none."""
     files = find_files(prompts)
     rendered = (one.text for one in openings(files, ours) if one.chat)
     if theirs.chat_template is None:
@@ -435,7 +435,7 @@ def answer_source(
     text: TextSource | None,
     loss: KDLoss | None = None,
 ) -> AnswerSource:
-    """The source of a run whose answers are written in rounds.
+    """Makes the batch source of a run whose answers are written in rounds.
 
     Raises `UserError` for answers of a teacher that does not run, and for prompts that cannot be
     read.

@@ -1,9 +1,9 @@
-"""Saving and resuming; `formats.saved` reads what is saved here without a manager of Orbax.
+"""Saving and resuming; `formats.saved` reads these checkpoints without Orbax's manager.
 
 A checkpoint holds the student, the optimizer, the data position and the run's identity; never the
 teacher, which is recorded by path, size and hash. A save is written aside and renamed, so a kill at
-any moment leaves the previous one whole. Every array has its checksum, computed where the array is
-and compared with what lies on the disk before a run goes on from it.
+any moment leaves the previous one intact. Every array has its checksum, computed where the array is
+and compared with the disk before a run resumes from it.
 """
 
 import contextlib
@@ -56,11 +56,11 @@ from kdjax.training.step import Step, TrainState, refuse_donated
 
 _log = logging.getLogger("kdjax")
 
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # as TensorStore says it
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 UNJUDGED = "unjudged"  # in a step's record: a stop came before its held-out evaluation
-_STATE = "state"  # in `run`, of a loop of one's own: its arrays
-_LARGE = 1_000_000_000  # bytes whose saving takes so long that it is told
-_REDRAWN = 1e-5  # random numbers are the same on other hardware but for their last bits
+_STATE = "state"  # in `run`, of a custom loop: its arrays
+_LARGE = 1_000_000_000  # bytes above which a save is logged, as it takes long
+_REDRAWN = 1e-5  # random numbers differ in their last bits on other hardware
 
 
 @dataclasses.dataclass
@@ -71,7 +71,7 @@ class _Kept(PreservationPolicy):
     checkpoints: "Checkpoints"
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """For each, in order of steps."""
+        """Whether to keep each, in order of steps."""
         best = self.checkpoints.best
         old = max(len(checkpoints) - self.newest, 0)
         return [i >= old or bool(best and best.step == c.step) for i, c in enumerate(checkpoints)]
@@ -90,7 +90,7 @@ class Checkpoints:
         keep: int,
         *,
         asynchronous: bool | None = None,
-        look: bool = True,  # for damage: the newest step is read for it
+        look: bool = True,  # whether to check the newest step for damage, which reads it
     ):
         # On a CPU the copies of a background save (6 GB for a 0.5B student) would sit in the same
         # memory as the next step's temporaries: save there at once, 1 GB at a time.
@@ -99,7 +99,7 @@ class Checkpoints:
             asynchronous = not on_cpu
         handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
         self._workdir = workdir
-        self.best: Best | None = None  # a step that stays, beside the newest
+        self.best: Best | None = None  # a step that stays, in addition to the newest
         self._folder = (workdir / CHECKPOINTS).resolve()
         self._in_flight = False
         self._quiet = contextlib.ExitStack()
@@ -107,7 +107,7 @@ class Checkpoints:
             self._remove_unfinished()
             if jax.process_index() == 0 and look:
                 _set_aside_damaged(workdir)
-            if jax.process_count() > 1:  # the others look at the folder once it is in order
+            if jax.process_count() > 1:  # the others open the folder once it is in order
                 multihost_utils.sync_global_devices("checkpoints in order")
             self._manager = ocp.CheckpointManager(
                 self._folder,
@@ -140,7 +140,7 @@ class Checkpoints:
             self._manager.save(step, args=items)
 
     def note_judged(self, step: int, changes: dict[str, Any]) -> None:
-        """Changes the record of a saved step whose held-out evaluation was still due."""
+        """Changes the record of a saved step whose held-out evaluation was pending."""
         if jax.process_index() == 0:
             run = saved_run(self._workdir, step) | changes
             del run[UNJUDGED]
@@ -156,7 +156,7 @@ class Checkpoints:
             raise WriteError(
                 f"{self._folder}: found {disk.free / 1e9:.3f} GB free on its disk; expected "
                 f"{need / 1e9:.3f} GB for a checkpoint. Free some space there, or name a --workdir "
-                "on another disk, and give the same command again."
+                "on another disk, and run the same command again."
             )
         return need
 
@@ -166,7 +166,7 @@ class Checkpoints:
             self.wait()
 
     def restore(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
-        """The state of `step` in these shapes, dtypes and shardings, on any mesh.
+        """Restores the state of `step` in these shapes, dtypes and shardings, on any mesh.
 
         Raises `DamagedError` if it cannot be read.
         """
@@ -189,7 +189,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Closes; whoever interrupts does not wait for a save in flight, which is then left out."""
+        """Closes; an interrupt does not wait for a save in flight, which is then dropped."""
         with self._quiet:
             if kind is None:
                 self.close()
@@ -205,7 +205,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raises `WriteError` for what the disk says; the step that was begun is then removed."""
+        """Raises `WriteError` for errors of the disk, and removes the unfinished step."""
         try:
             with writing(self._folder):
                 try:
@@ -217,13 +217,13 @@ class Checkpoints:
         except WriteError:
             self._quiet.pop_all()  # for good: TensorStore's threads end after the error
             with contextlib.suppress(OSError):
-                self._remove_unfinished()  # the receipt needs room, too
+                self._remove_unfinished()  # the receipt needs space, too
             raise
 
     def _remove_unfinished(self) -> None:
         """Removes saves that were cut short.
 
-        Orbax would, in a thread that prints a traceback if the process ends first.
+        Orbax would do it in a thread, which prints a traceback if the process ends first.
         """
         if jax.process_index() == 0:
             for leftover in self._folder.glob("*.orbax-checkpoint-tmp*"):
@@ -231,10 +231,10 @@ class Checkpoints:
 
 
 def save_state(folder: str | Path, state: TrainState, *, keep: int = 2) -> None:
-    """Saves the state of a loop of one's own under its step's number; `keep` of them stay.
+    """Saves the state of a custom loop under its step's number; keeps the newest `keep`.
 
-    Every array has its checksum, a kill at any moment leaves the step before whole. The teacher is
-    in no state. Raises `UserError` for a folder that holds this step or a later one, or a run of
+    Every array has its checksum; a kill at any moment leaves the previous step intact. States have
+    no teacher. Raises `UserError` for a folder that holds this step or a later one, or a run of
     `distill`, and for a `keep` below 1; `WriteError` for a disk that is full or takes no writing.
 
         kdjax.save_state("runs/own", state)
@@ -245,7 +245,7 @@ def save_state(folder: str | Path, state: TrainState, *, keep: int = 2) -> None:
     folder, step = _check_folder(folder), int(state.step)
     if (folder / RECEIPT).exists():
         raise UserError(
-            f"{folder} holds a run of kdjax train; expected a folder of your own loop's: name "
+            f"{folder} holds a run of kdjax train; expected a folder of a custom loop: name "
             "another."
         )
     latest = max(saved_steps(folder), default=-1)
@@ -259,7 +259,7 @@ def save_state(folder: str | Path, state: TrainState, *, keep: int = 2) -> None:
 
 
 def _check_folder(folder: str | Path) -> Path:
-    """Raises `UserError` for a file, or a folder of steps, where that of a loop is wanted."""
+    """Raises `UserError` for a file, or a folder of steps, in place of a custom loop's folder."""
     folder = Path(folder)
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
@@ -274,10 +274,10 @@ def _check_folder(folder: str | Path) -> Path:
 
 
 def load_state(folder: str | Path, step: Step) -> TrainState | None:
-    """The newest state that `save_state` left in `folder`, on the devices of `step`; None: none.
+    """Loads the newest state of `save_state` in `folder` onto the devices of `step`; None without.
 
-    Arrays lie as `step` wants them, on however many devices they were saved. A damaged step is
-    moved aside, and the one before it taken. Raises `UserError` for a file or a folder of steps,
+    Arrays are placed as `step` needs them, whatever devices they were saved from. A damaged step is
+    moved aside, and the previous one is loaded. Raises `UserError` for a file or a folder of steps,
     and for the state of another student or optimizer, naming the first array that differs;
     `CheckError` if no step is intact.
 
@@ -313,12 +313,12 @@ def _describe_arrays(state: TrainState) -> dict[str, str]:
 
 
 def _quiet_threads() -> Callable[[], None]:
-    """Silences what saving threads print of an error that `save` or `wait` raises as well.
+    """Silences saving threads about an error that `save` or `wait` raises as well.
 
-    Returns what ends the silence.
+    Returns the context to close at the end.
 
-    Orbax logs it in each of its threads. TensorStore's threads call the hook for what they can no
-    longer tell an event loop that the first error has closed.
+    Orbax logs the error in each of its threads. TensorStore's threads call the hook for results
+    that they cannot deliver to an event loop that the first error has closed.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
 
@@ -339,7 +339,7 @@ def _quiet_threads() -> Callable[[], None]:
 
 
 def checksums(state: Params | TrainState) -> dict[str, int]:
-    """Checksums every array of a tree, by name; those on devices are added up there."""
+    """Checksums every array of a tree, by name; computes them where the arrays are."""
     arrays = {array_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
     placed = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
     sums = jax.device_get(_add_up_all(placed))
@@ -370,7 +370,7 @@ def _set_aside_damaged(workdir: Path) -> None:
             lines = "\n  ".join(f"step {step}: {e.problem}" for step, e in damaged.items())
             raise CheckError(
                 f"{workdir} holds no intact checkpoint:\n  {lines}\n"
-                "Nothing was changed. Put a copy of one back, or give another --workdir to begin "
+                "Nothing was changed. Put a copy of one back, or use another --workdir to begin "
                 "anew."
             )
     for step, error in damaged.items():
@@ -383,7 +383,7 @@ def _set_aside_damaged(workdir: Path) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    """`path`, or with the first number behind it that is not there yet."""
+    """Returns `path`, with the first unused number appended if it exists."""
     names = itertools.chain(
         [path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2))
     )
@@ -399,10 +399,10 @@ def changed_tensors(
     seed: int,
     begun: Params | None = None,
 ) -> dict[str, bool]:
-    """Whether each tensor differs from what its run began with: one a layer of a stack.
+    """Whether each tensor differs from its initial value; layers of a stack count separately.
 
     `saved` is what `saved_params` returns. `init`, `seed`: the run's `student.init`, `train.seed`;
-    `begun`: what it began with, of a run that trained something beside its student.
+    `begun`: the initial values of a run that trained adapters or a block.
     Raises `UserError` for a parameter that the student does not have, or has in another shape.
     """
     slack = _REDRAWN if init == "random" else 0.0
@@ -430,7 +430,7 @@ def changed_tensors(
 def _params_before_training(
     table: TensorTable, spec: ArchSpec, init: str, seed: int
 ) -> Callable[[str], np.ndarray]:
-    """The student's parameters before the first step, by name, each loaded when asked for."""
+    """The student's parameters before the first step, by name, each loaded on demand."""
     if init == "random":
         draw = functools.partial(initialise, spec, Compute(), seed)
         drawn = flatten_dict(jax.jit(draw)(), sep="/")
@@ -440,7 +440,7 @@ def _params_before_training(
 
     def load(name: str) -> np.ndarray:
         if name not in shapes:
-            raise UserError(f"{name} is no parameter of the student")
+            raise UserError(f"{name} is not a parameter of the student")
         tree = load_params(table, spec, unflatten_dict({name: shapes[name]}, sep="/"), mesh)
         return np.asarray(flatten_dict(tree, sep="/")[name])
 
@@ -448,14 +448,14 @@ def _params_before_training(
 
 
 def is_finished(latest: int | None, config: Config, workdir: Path) -> bool:
-    """Whether the newest step, None for none, is the run's last, and judged: nothing is to do.
+    """Whether the newest step (None: no step) is the run's last and evaluated: nothing is left.
 
     Raises `UserError` for a smoke run over a checkpoint: it starts from the student's file.
     """
     if config.smoke.steps and latest is not None:
         raise UserError(
             f"{workdir} holds a checkpoint at step {latest}; a smoke run (smoke.steps) starts from "
-            "the student's own weights and saves nothing. Give it another --workdir, or set "
+            "the student's file and saves nothing. Use another --workdir, or set "
             "smoke.steps=0 to resume the run."
         )
     steps, seconds = config.train.steps, config.train.seconds

@@ -1,4 +1,4 @@
-"""Several teachers of one student: a mixture of what they say, weighed by row or all alike."""
+"""Several teachers of one student: a mixture of their predictions, weighted by row or overall."""
 
 import dataclasses
 import functools
@@ -25,15 +25,15 @@ from kdjax.training.teachers import (
     TeacherKind,
 )
 
-# Of a teacher as a step takes it: its parameters, those of several, or None without a model.
+# A step's teacher: its parameters, a list of them for several, or None without a model.
 Arrays = Params | Sequence[Params | None] | None
 WEIGHTS = "teacher_weights"  # a batch's column, of rows or of positions
 
 
 def name_arrays(teacher: Arrays) -> Params:
-    """A step's teacher as one tree: several by their numbers, "0" the first.
+    """Makes one tree of a step's teachers: several by their numbers, from "0".
 
-    Raises `UserError` for what is no arrays, such as the model that has them.
+    Raises `UserError` for anything but arrays, such as a model.
     """
     if teacher is None:
         return {}
@@ -42,14 +42,14 @@ def name_arrays(teacher: Arrays) -> Params:
     parts = teacher if isinstance(teacher, list | tuple) else [teacher]
     if odd := [part for part in parts if not isinstance(part, dict | None)]:
         raise UserError(
-            f"found {type(odd[0]).__name__} as a step's teacher; expected arrays: those of one, "
-            "teacher.params, or of several, [a.params, b.params]."
+            f"found {type(odd[0]).__name__} as a step's teacher; expected arrays: "
+            "teacher.params, or for several [a.params, b.params]."
         )
     return {str(number): params or {} for number, params in enumerate(parts)}
 
 
 def spread_weights(columns: dict[str, Any]) -> dict[str, Any]:
-    """The batch's columns with the teachers' weights of a row `[B, N]` at each of its positions."""
+    """Repeats the teachers' weights of rows, `[B, N]`, at each position."""
     found, rows = columns.get(WEIGHTS), columns["tokens"].shape
     if found is None or found.ndim != 2 or found.shape[:1] != rows[:1]:
         return columns
@@ -71,16 +71,16 @@ class Teachers(TeacherKind):
 
         kind = Teachers((Dense(), TeacherInBatch(rest="tail")), weights=(0.7, 0.3))
 
-    `weights` add up to 1; without them the batch has `teacher_weights`, `[B, N]` of rows or
-    `[B, T, N]` of positions, such as 1 for the teacher of a row's domain and 0 for the others. What
-    comes with the batch has the teacher's number in its name, from 0: `teacher_1_ids`.
+    `weights` add up to 1; without them the batch has `teacher_weights`, `[B, N]` of rows or `[B, T,
+    N]` of positions, such as 1 for the teacher of a row's domain and 0 for the others. Columns of
+    the batch have the teacher's number, from 0, in their names: `teacher_1_ids`.
 
-    The student learns the mixture of the teachers' probabilities at T = 1, as one teacher that is
-    softened at T. Teachers that are known by their likeliest ids say nothing of each other's ids:
-    if all are such, the loss is the weighted sum of the divergences from each. Under the forward KL
-    at T = 1 that has the mixture's gradient; where a row has one teacher it is that one's loss.
+    The student learns the mixture of the teachers' probabilities at T = 1, softened at T like one
+    teacher. Teachers known by top-k ids have no probabilities of each other's ids: if all are of
+    this sort, the loss is the weighted sum of the divergences from each. Under the forward KL at
+    T = 1 it has the mixture's gradient; for a row of one teacher it is that teacher's loss.
 
-    Raises `UserError` for weights that are no shares, and for teachers of both sorts.
+    Raises `UserError` for weights that do not add up to 1, and for teachers of both sorts.
     """
 
     kinds: tuple[TeacherKind, ...]
@@ -97,8 +97,8 @@ class Teachers(TeacherKind):
             check_weights(self.weights)
         if len({kind.loss is cached_head_loss for kind in self.kinds}) > 1:
             raise UserError(
-                "found teachers known by their likeliest ids beside others that know all; expected "
-                "all of one sort: of the first no mixture can be made."
+                "found teachers known by top-k ids and others known by all ids; expected "
+                "all of one sort: top-k ids have no mixture."
             )
 
     @property
@@ -118,7 +118,7 @@ class Teachers(TeacherKind):
 
     @property
     def _merged(self) -> bool:
-        """Whether they are known by their likeliest ids."""
+        """Whether they are known by top-k ids."""
         return self.kinds[0].loss is cached_head_loss
 
     def check_loss(self, loss: KDLoss) -> None:
@@ -195,7 +195,7 @@ class Teachers(TeacherKind):
         return (*hidden, self._shares(batch)), HeadMixture(heads)
 
     def _add(self, method: str, teacher: RunningTeacher, batch: Batch, *others: Any) -> Any:
-        """The sums of each teacher's own, positions weighed by its share."""
+        """Sums each teacher's loss, with positions weighted by its share."""
         shares = self._shares(batch)
         student, spec = others
         sums = []
@@ -220,6 +220,6 @@ class Teachers(TeacherKind):
 
 
 def _find_odd_weights(xp: Any, shares: Any, weights: Any) -> Any:
-    """Marks the positions `[B, T]` of weight whose teachers' shares are none."""
+    """Marks weighted positions `[B, T]` whose teachers' weights do not add up to 1."""
     good = (shares >= 0).all(-1) & (xp.abs(shares.sum(-1) - 1) < 1e-3)
     return ~good & (weights != 0)

@@ -1,4 +1,4 @@
-"""The kinds of teacher: each owns its bytes, its arithmetic, its loading and its part of the loss.
+"""The kinds of teacher. Each owns its bytes, its arithmetic, its loading and its part of the loss.
 
 A kind is a frozen value, static under jit. `job.ask_kinds` is the one place where the config's
 strings become kinds.
@@ -55,7 +55,7 @@ class RunningTeacher(NamedTuple):
 
     functions: Any  # `ModelFunctions`; None: there is no teacher; a tuple of several teachers'
     params: Params
-    known: Array | None = None  # hidden states, where they were computed already
+    known: Array | None = None  # hidden states, if already computed
 
     def hidden(self, batch: Batch) -> Array:
         """Hidden states `[B, T, D]`."""
@@ -78,14 +78,15 @@ class RunningTeacher(NamedTuple):
         return self.functions.stored_head(self.params)
 
 
-# Columns of a batch beside `weights`, float32 `[B, T]`: what a position's cross-entropy and its
-# divergence weigh, and, of a loss with schedules, the amounts of the step.
+# Columns of a batch in addition to `weights`, float32 `[B, T]`: weights of a position's
+# cross-entropy and of its divergence, and, for a loss with schedules, the step's temperature and
+# alpha.
 APART = "ce_weights", "divergence_weights"
 SCHEDULED = tuple(f"loss_{name}" for name in Schedules._fields)
 
 
 def weigh_positions(batch: Batch, loss: Any) -> Weights:
-    """The weights that the loss takes: one a position, or all that differs between positions."""
+    """Collects the loss's weights: one for each position, or several that differ by position."""
     if not {*APART, *SCHEDULED} & batch.keys():
         return batch["weights"]
     shape = batch["weights"].shape
@@ -99,16 +100,16 @@ def weigh_positions(batch: Batch, loss: Any) -> Weights:
 
 @dataclasses.dataclass(frozen=True)
 class TeacherKind:
-    """How a teacher is kept and how it reaches the loss; the base runs beside the student."""
+    """How a teacher is stored and reaches the loss; this base class runs it in every step."""
 
     name: ClassVar[str] = ""  # as logs, plans and caches call it; of `WEIGHTS` if it runs
     runs: ClassVar[bool] = True  # whether it computes hidden states in every step
     in_batch: ClassVar[bool] = False  # whether all of it comes with the batch, without a model
     logit_bytes: ClassVar[int] = 4  # of its float32 logits, an id of a position in a chunk
-    flop_rate: ClassVar[float] = 1.0  # of its products, in units of bf16's
-    resident: ClassVar[str] = ""  # what stays on the devices, for the plan; "": dense numbers
-    decodes: ClassVar[bool] = False  # whether a layer, or the head, becomes numbers when used
-    extra_bytes: ClassVar[int] = 0  # beside the activations, of an MLP's unit at a position
+    flop_rate: ClassVar[float] = 1.0  # speed of its products, relative to bf16
+    resident: ClassVar[str] = ""  # what stays on the devices, as the plan says; "": numbers
+    decodes: ClassVar[bool] = False  # whether layers and head are decoded when used
+    extra_bytes: ClassVar[int] = 0  # added to the activations of an MLP's unit at a position
     loss: ClassVar[Callable[..., Any]] = staticmethod(head_loss)
     evaluation: ClassVar[Callable[..., Any]] = staticmethod(head_evaluation)
 
@@ -116,13 +117,13 @@ class TeacherKind:
         """Raises `UserError` for devices that cannot run it."""
 
     def check_loss(self, loss: KDLoss) -> None:
-        """Raises `UserError` for a loss that it cannot give what it needs."""
+        """Raises `UserError` for a loss that this kind cannot serve."""
 
     def check_columns(self, batch: dict[str, Any], placed: Batch, head: HeadSpec) -> Array | None:
-        """The number of trained positions with impossible columns; None: the host has looked.
+        """Counts trained positions with impossible columns; None if the host has checked.
 
-        `batch` is complete, `placed` the same on the devices. Raises `UserError` for columns that
-        are absent or of another shape, and for impossible ones that the host can see.
+        `batch` is complete; `placed` is the batch on the devices. Raises `UserError` for columns
+        that are absent or of another shape, and for impossible values in host arrays.
         """
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
@@ -184,7 +185,7 @@ class Dense(TeacherKind):
 
 @dataclasses.dataclass(frozen=True)
 class Packed(TeacherKind):
-    """The file's own blocks, decoded a layer at a time."""
+    """The file's blocks, decoded a layer at a time."""
 
     name: ClassVar[str] = "packed"
     resident: ClassVar[str] = "packed blocks"
@@ -193,9 +194,9 @@ class Packed(TeacherKind):
     def begin_parts(
         self, teacher: RunningTeacher, batch: Batch, parts: int
     ) -> tuple[TeacherKind, Batch]:
-        """Hidden states of the whole batch come first: a layer is decoded once a step.
+        """Computes hidden states of the full batch first, so that a layer is decoded once a step.
 
-        To decode a layer of experts takes as long as their products for 4,000 positions.
+        Decoding a layer of experts takes as long as its products for 4,000 positions.
         """
         hidden = to_bits(teacher.hidden_in_parts(batch, parts))
         return CachedHidden(), batch | {"teacher_hidden": hidden}
@@ -241,7 +242,7 @@ class Float8(TeacherKind):
 
 @dataclasses.dataclass(frozen=True)
 class CachedHidden(TeacherKind):
-    """Hidden states that come with the batch, and the head that makes logits of them."""
+    """Hidden states that come with the batch, and the head for their logits."""
 
     name: ClassVar[str] = "hidden"
     runs: ClassVar[bool] = False
@@ -270,7 +271,7 @@ class CachedHidden(TeacherKind):
 
 @dataclasses.dataclass(frozen=True)
 class CachedTopK(TeacherKind):
-    """The likeliest ids of each position, which come with the batch; nothing is loaded."""
+    """The top-k ids of each position, which come with the batch; nothing is loaded."""
 
     name: ClassVar[str] = "topk"
     runs: ClassVar[bool] = False
@@ -284,8 +285,8 @@ class CachedTopK(TeacherKind):
     def check_loss(self, loss: KDLoss) -> None:
         if callable(loss.temperature):
             raise UserError(
-                "found a schedule of the temperature and a cache of likeliest ids; expected the "
-                "temperature that it was made for. Cache hidden states (--kind=hidden)."
+                "found a schedule of the temperature and a cache of top-k ids; expected the "
+                "temperature that it was written for. Cache hidden states (--kind=hidden)."
             )
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
@@ -312,16 +313,16 @@ class CachedTopK(TeacherKind):
 
 @dataclasses.dataclass(frozen=True)
 class TeacherInBatch(TeacherKind):
-    """A teacher whose words come with the batch: a server's, an ensemble's, your own model's.
+    """A teacher whose predictions come with the batch: from a server, an ensemble, a custom model.
 
         step = make_step(student, None, loss, tx, kind=TeacherInBatch(rest="tail"))
 
     Log-probabilities at T = 1, nats, of what follows `tokens[t]`. Without `rest` the batch has
     `teacher_log_probs` `[B, T, V]` over the ids of the student's tokenizer, or over all rows of its
     head. With it `teacher_ids` (int32, distinct at a position) and `teacher_top_log_probs`
-    `[B, T, k]`. `rest` says of the probability that these lack of 1: "tail", it is with all other
-    ids together, as in a cache of the likeliest ids, and the temperature is 1; or "absent", no
-    other id has any, and the k ids share all of it.
+    `[B, T, k]`. `rest` says where the remaining probability is: "tail", on all other ids together,
+    as in a top-k cache, and the temperature is 1; or "absent", on no other id: the k ids are
+    normalised.
     Raises `UserError` for another `rest`; the step for columns of other shapes, ids outside the
     vocabulary or twice at a position, and probabilities that add up to more than 1 (by 1%).
     """
@@ -336,8 +337,8 @@ class TeacherInBatch(TeacherKind):
     def __post_init__(self):
         if self.rest not in ("", "tail", "absent"):
             raise UserError(
-                f"rest={self.rest!r}: must be 'tail' or 'absent', what is meant by the probability "
-                "that the likeliest ids lack of 1; or empty, where all ids come with the batch"
+                f"rest={self.rest!r}: must be 'tail' or 'absent', the meaning of the probability "
+                "outside the top-k ids; or empty, if all ids come with the batch"
             )
 
     @property
@@ -356,8 +357,8 @@ class TeacherInBatch(TeacherKind):
             found = "a schedule" if scheduled else f"{loss.temperature:g}"
             raise UserError(
                 f"found temperature={found} and rest='tail'; expected 1: the tail's "
-                "probability at T does not follow from that at 1. Bring all ids "
-                "(teacher_log_probs), or take rest='absent'."
+                "probability at T does not follow from it at 1. Pass all ids "
+                "(teacher_log_probs), or use rest='absent'."
             )
 
     def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
@@ -407,11 +408,11 @@ def refuse_odd(count: int, example: str = "") -> None:
         )
 
 
-_MOST = 1.01  # what probabilities may add up to: log-probabilities in bfloat16 are off by 0.4%
+_MOST = 1.01  # largest sum of probabilities: log-probabilities in bfloat16 are off by 0.4%
 
 
 def _find_odd(xp: Any, ids: Any, log_probs: Any, weights: Any, real: int) -> Any:
-    """Marks the positions `[B, T]` of which ids or log-probabilities cannot be; NaN cannot."""
+    """Marks positions `[B, T]` with impossible ids or log-probabilities, such as NaN."""
     total = xp.exp(log_probs[..., :real].astype(np.float32)).sum(-1)
     good = total <= _MOST
     if ids is not None:
@@ -447,5 +448,5 @@ def _narrow_shapes(teacher: Checkpoint, width: int, dtype: DTypeLike) -> Params:
     return shapes | {head: functional(cut, compute)[1][head]}
 
 
-# Those that run beside the student, by `teacher.weights`.
+# Kinds that run in every step, by `teacher.weights`.
 RUNNING: dict[str, TeacherKind] = {k.name: k for k in (Dense(), Packed(), Float8())}

@@ -1,4 +1,4 @@
-"""Which parameters of a student are trained: their names, and what an optimizer never moves."""
+"""Trained parameters of a student: their names, and which ones an optimizer never moves."""
 
 import fnmatch
 import functools
@@ -39,7 +39,7 @@ class _Leaf(NamedTuple):
     """One parameter of the tree, and the names of its layers, or of itself."""
 
     path: str
-    layers: list[tuple[str, str]]  # our name and GGUF's, "" if the file format has none
+    layers: list[tuple[str, str]]  # kdjax's name and GGUF's, "" if GGUF has none
 
 
 def _list_leaves(params: Params, spec: ArchSpec | None) -> Iterator[_Leaf]:
@@ -60,7 +60,7 @@ def _list_leaves(params: Params, spec: ArchSpec | None) -> Iterator[_Leaf]:
 def parameter_names(model: Model) -> dict[str, str]:
     """Every parameter's name, `blocks/3/mlp/gate/weight`, and GGUF's, `blk.3.ffn_gate.weight`.
 
-    A layer of a stack has a name of its own. GGUF's names of a user's module are empty.
+    Each layer of a stack has a name. GGUF's names of a custom module are empty.
     """
     leaves = _list_leaves(model.params, model.spec)
     return {ours: gguf for leaf in leaves for ours, gguf in leaf.layers}
@@ -101,7 +101,7 @@ def choose_layers(
     }
 
 
-# Path of a stack, and which of its layers are trained.
+# Path of a stack, and its trained layers.
 TrainedLayers = tuple[tuple[str, tuple[bool, ...]], ...]
 
 
@@ -111,11 +111,11 @@ def train_only(
     spec: ArchSpec | None,
     patterns: str | Sequence[str],
 ) -> tuple[optax.GradientTransformation, TrainedLayers]:
-    """`optimizer` for the parameters that `choose_layers` chooses, none for the others.
+    """Restricts `optimizer` to the parameters that `choose_layers` chooses.
 
-    Without patterns for all but the block that drafts, which the loss of the others does not reach.
-    The others have no moments either. Of a stack of which some layers are chosen all have moments,
-    and only those are moved; such stacks are the second result. `params` may be shapes.
+    Without patterns to all but the drafting block, which the loss does not reach. Other parameters
+    have no moments. In a stack with some chosen layers all have moments, and only chosen ones are
+    moved; such stacks are the second result. `params` may be shapes.
     """
     if not patterns:
         if spec is None or _BLOCK not in params or len(params) == 1:
@@ -125,7 +125,7 @@ def train_only(
     layers = tuple((path, on) for path, on in chosen.items() if any(on) and not all(on))
 
     def label(path: tuple[Any, ...], _: Any) -> str:
-        # What stands beside the student's parameters, projections of layer losses, is trained.
+        # Projections of layer losses, next to the student's parameters, are trained.
         return TRAINED if any(chosen.get(_path_name(path), (True,))) else FROZEN
 
     labels = functools.partial(jax.tree_util.tree_map_with_path, label)
@@ -152,11 +152,11 @@ def keep_layers(tree: Any, layers: TrainedLayers) -> Any:
 
 
 def find_frozen(tx: optax.GradientTransformation, params: Params) -> frozenset[str]:
-    """Paths of parameters that the optimizer never moves: their updates depend on no gradient.
+    """Finds parameters that the optimizer never moves: their updates depend on no gradient.
 
-    So are those of `optax.set_to_zero`, which `optax.freeze` and partitions have. Found in the
-    jaxpr of the update; what lies within a loop or a condition there counts as moved. `params` may
-    be shapes. Raises `UserError` if nothing is moved.
+    `optax.set_to_zero`, within `optax.freeze` and partitions, makes such updates. Reads the jaxpr
+    of the update; updates within a loop or a condition count as moved. `params` may be shapes.
+    Raises `UserError` if nothing is moved.
     """
     state = jax.eval_shape(tx.init, params)
     jaxpr = jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p)[0])(params, state, params).jaxpr
@@ -175,7 +175,7 @@ def find_frozen(tx: optax.GradientTransformation, params: Params) -> frozenset[s
 
 
 def leave_out(tree: Params, frozen: frozenset[str]) -> Params:
-    """The tree with None, which is no leaf, in place of frozen parameters."""
+    """Replaces frozen parameters by None, which is not a leaf."""
     if not frozen:
         return tree
     return jax.tree_util.tree_map_with_path(
@@ -186,12 +186,12 @@ def leave_out(tree: Params, frozen: frozenset[str]) -> Params:
 
 
 def put_back(tree: Params, whole: Params) -> Params:
-    """Undoes `leave_out`: parameters that are None there are those of `whole`."""
+    """Undoes `leave_out`: takes parameters that are None from `whole`."""
     return jax.tree.map(
         lambda x, y: y if x is None else x, tree, whole, is_leaf=lambda x: x is None
     )
 
 
 def zeros_for(tree: Params, frozen: frozenset[str], params: Params) -> Params:
-    """Gradients as an optimizer takes them: zeros of frozen parameters, which have none."""
+    """Fills in zeros for gradients of frozen parameters, as optimizers need them."""
     return put_back(tree, jax.tree.map(jnp.zeros_like, params)) if frozen else tree
