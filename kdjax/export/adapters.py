@@ -17,7 +17,7 @@ from kdjax.export.check import ExportSummary, SelfCheckError
 from kdjax.export.staging import stage, write_json
 from kdjax.formats.files import TensorToWrite
 from kdjax.formats.gguf import GGUFTable, write_gguf
-from kdjax.formats.safetensors import ADAPTER, ADAPTER_CONFIG, PeftTable, write_file
+from kdjax.formats.safetensors import ADAPTER, ADAPTER_CONFIG, read_peft, write_file
 from kdjax.formats.table import TensorTable
 from kdjax.models import names
 from kdjax.models.adapters import PREFIX, Key, Lora, module_name, split_adapters
@@ -129,7 +129,7 @@ def export_peft(
         aside.mkdir()
         write_file(aside / ADAPTER, _as_written(tensors))
         write_json(aside / ADAPTER_CONFIG, config)
-        return _check(PeftTable(aside), tensors)
+        return _check(read_peft(aside), tensors)
 
 
 def export_gguf_adapter(model: Model, out: PathLike, *, overwrite: bool = False) -> ExportSummary:

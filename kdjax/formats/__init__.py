@@ -8,11 +8,20 @@ from pathlib import Path
 
 from kdjax.errors import MissingFileError, suggest_path
 from kdjax.formats.apr.table import AprTable, is_apr
+from kdjax.formats.files import load_json
 from kdjax.formats.gguf import GGUFTable
-from kdjax.formats.safetensors import SafetensorsTable, ShapesTable
-from kdjax.formats.table import TensorInfo, TensorTable
+from kdjax.formats.safetensors import SafetensorsTable
+from kdjax.formats.table import LazyTensor, TensorInfo, TensorTable, rename_tensors
 
-__all__ = ["TensorInfo", "TensorTable", "content_hash", "open_shapes", "open_table"]
+__all__ = [
+    "LazyTensor",
+    "TensorInfo",
+    "TensorTable",
+    "content_hash",
+    "open_shapes",
+    "open_table",
+    "rename_tensors",
+]
 
 _PUBLISHED = re.compile(
     r"qwen2\.5-coder-(0\.5b|1\.5b|3b|7b|14b|32b)-instruct-\w+(-\d{5}-of-\d{5})?\.gguf",
@@ -58,7 +67,7 @@ def open_shapes(path: str | os.PathLike[str], *, whole: bool = True) -> TensorTa
     config = Path(path) / "config.json"
     if not config.is_file() or any(Path(path).glob("*.safetensors*")):
         return open_table(path, whole=whole)
-    return ShapesTable(config)
+    return TensorTable((config,), load_json(config, "a file"), {})
 
 
 def content_hash(table: TensorTable) -> str:

@@ -27,7 +27,7 @@ from kdjax.formats.files import (
     replacing,
     tensor_bytes,
 )
-from kdjax.formats.table import TensorInfo, TensorTable
+from kdjax.formats.table import TensorInfo, TensorTable, map_tensors
 from kdjax.progress import counted
 
 _MAGIC = b"GGUF"
@@ -271,20 +271,21 @@ class GGUFTable(TensorTable):
 
     def __init__(self, path: str | os.PathLike[str], *, whole: bool = True):
         shards = _read_shards(Path(path))
-        self.cut = next((shard.cut for shard in shards if shard.cut), None)
-        if whole and self.cut:
-            raise self.cut
-        self.paths = tuple(shard.path for shard in shards)
-        self.metadata = shards[0].metadata  # lists of strings are decoded at first access
-        self._tensors: dict[str, tuple[TensorInfo, np.ndarray]] = {}
+        cut = next((shard.cut for shard in shards if shard.cut), None)
+        if whole and cut:
+            raise cut
+        tensors: dict[str, tuple[TensorInfo, np.ndarray]] = {}
         self._starts: dict[str, int] = {}
         for shard in shards:
             for name, (info, start) in shard.tensors.items():
-                if name in self._tensors:
+                if name in tensors:
                     found = f"the tensor {name!r} a second time in the split"
                     raise bad(shard.path, found, "it once", DOWNLOAD)
-                self._tensors[name] = info, shard.data[start : start + info.nbytes]
+                tensors[name] = info, shard.data[start : start + info.nbytes]
                 self._starts[name] = start
+        metadata = shards[0].metadata  # lists of strings are decoded at first access
+        paths = tuple(shard.path for shard in shards)
+        super().__init__(paths, metadata, map_tensors(tensors, cut), cut)
 
     def start(self, name: str) -> int:
         """Offset of the tensor's data, in bytes from the start of the file that holds it."""

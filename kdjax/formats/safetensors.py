@@ -31,7 +31,7 @@ from kdjax.formats.files import (
     replacing,
     tensor_bytes,
 )
-from kdjax.formats.table import TensorInfo, TensorTable
+from kdjax.formats.table import TensorInfo, TensorTable, map_tensors
 from kdjax.progress import counted
 
 _MAX_DIMS = 8
@@ -149,15 +149,6 @@ def _read_folder(folder: Path, *, whole: bool) -> _Opened:
     )
 
 
-class ShapesTable(TensorTable):
-    """A `config.json` without weights, for a model that starts from random ones."""
-
-    def __init__(self, config: Path):
-        self.paths = (config,)
-        self.metadata = load_json(config, "a file")
-        self._tensors = {}
-
-
 class SafetensorsTable(TensorTable):
     """Tensors of a Hugging Face folder, or of one file with its `config.json`; see `TensorTable`.
 
@@ -170,36 +161,36 @@ class SafetensorsTable(TensorTable):
         path = Path(path)
         folder = path if path.is_dir() else path.parent
         if path.is_dir():
-            self.paths, self._tensors, self.cut = _read_folder(path, whole=whole)
+            paths, tensors, cut = _read_folder(path, whole=whole)
         elif _SHARD.fullmatch(path.name) and (folder / _INDEX).is_file():
             remedy = f"Pass the folder: {folder}."
             raise bad(path, "one shard of several", "a complete checkpoint", remedy)
         else:
-            self.paths, (self._tensors, self.cut) = (path,), _read_file(path, whole=whole)
+            paths, (tensors, cut) = (path,), _read_file(path, whole=whole)
         config = folder / _CONFIG
         if not config.is_file():
             raise MissingFileError(
                 f"{config}: found no such file; expected the model's {_CONFIG} next to its "
                 "weights. Copy it from the model's page, or download the full folder."
             )
-        self.metadata = load_json(config, "a file")
+        super().__init__(paths, load_json(config, "a file"), map_tensors(tensors, cut), cut)
 
 
-class PeftTable(TensorTable):
-    """An adapter's folder as PEFT saves it; `adapter_config.json` is its metadata; headers only.
+def read_peft(folder: Path) -> TensorTable:
+    """Opens an adapter's folder as PEFT saves it; `adapter_config.json` is its metadata.
 
-    Raises `MissingFileError` without `adapter_model.safetensors`, `UserError` for damaged files.
+    Reads headers only. Raises `MissingFileError` without `adapter_model.safetensors`, `UserError`
+    for damaged files.
     """
-
-    def __init__(self, folder: Path):
-        path = folder / ADAPTER
-        if not path.is_file():
-            raise MissingFileError(
-                f"{folder}: found an {ADAPTER_CONFIG} without {ADAPTER}; expected both. Save "
-                "the adapter again with PEFT's save_pretrained, which writes safetensors."
-            )
-        self.paths, (self._tensors, self.cut) = (path,), _read_file(path, whole=True)
-        self.metadata = load_json(folder / ADAPTER_CONFIG, "a file")
+    path = folder / ADAPTER
+    if not path.is_file():
+        raise MissingFileError(
+            f"{folder}: found an {ADAPTER_CONFIG} without {ADAPTER}; expected both. Save "
+            "the adapter again with PEFT's save_pretrained, which writes safetensors."
+        )
+    tensors, cut = _read_file(path, whole=True)
+    metadata = load_json(folder / ADAPTER_CONFIG, "a file")
+    return TensorTable((path,), metadata, map_tensors(tensors, cut), cut)
 
 
 def _nbytes(tensor: TensorToWrite) -> int:

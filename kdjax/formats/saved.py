@@ -5,6 +5,7 @@ has a checksum of every array. Nothing here writes or deletes.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -24,7 +25,7 @@ from kdjax.errors import CheckError
 from kdjax.formats.blocks import decode_fields, encode_stored
 from kdjax.formats.checksums import checksum
 from kdjax.formats.recipes import parts_by_type
-from kdjax.formats.table import TensorInfo, TensorTable
+from kdjax.formats.table import LazyTensor, TensorInfo, TensorTable
 
 CHECKPOINTS = "checkpoints"  # the folder of the steps, in a workdir
 RECEIPT = "receipt.json"
@@ -232,22 +233,24 @@ class SavedTable(TensorTable):
     """The parameters of a saved step, layers stacked as in the tree; see `TensorTable`."""
 
     def __init__(self, workdir: Path, step: int):
-        self.metadata = {}  # a step says nothing of its architecture
         self._step = step_folder(workdir, step)
         self.folder = self._step / "state"
-        self.paths = tuple(sorted(path for path in self.folder.rglob("*") if path.is_file()))
         record = saved_run(workdir, step)
         self._checksums = record.get(CHECKSUMS, {})
         self.form: dict[str, Any] = record.get(FORM, {})
         self._listed = sorted(_listed_names(self._step))
         listed = [name for name in self._listed if name.startswith(_PARAMS)]
-        self._tensors = {name.removeprefix(_PARAMS): (self._info(name),) for name in listed}
+        tensors = {name.removeprefix(_PARAMS): self._lazy_tensor(name) for name in listed}
+        paths = tuple(sorted(path for path in self.folder.rglob("*") if path.is_file()))
+        super().__init__(paths, {}, tensors)  # a step says nothing of its architecture
 
-    def _info(self, name: str) -> TensorInfo:
+    def _lazy_tensor(self, name: str) -> LazyTensor:
         store = _open(self._step, name)
         dtype, shape = np.dtype(store.dtype.numpy_dtype), tuple(store.shape)
         nbytes = dtype.itemsize * math.prod(shape)
-        return TensorInfo(name.removeprefix(_PARAMS), shape, _TYPES[dtype.name], nbytes)
+        name = name.removeprefix(_PARAMS)
+        info = TensorInfo(name, shape, _TYPES[dtype.name], nbytes)
+        return LazyTensor(info, functools.partial(self._read_bytes, name))
 
     def _checked(self, name: str) -> np.ndarray:
         array = _read(self._step, name)
@@ -287,7 +290,7 @@ class SavedTable(TensorTable):
         """Reads all masters as the saved tree: nested dicts of arrays on the host."""
         return unflatten_dict({name: self.array(name) for name in self}, sep="/")
 
-    def raw(self, name: str) -> np.ndarray:
+    def _read_bytes(self, name: str) -> np.ndarray:
         """Bytes of `numbers`, uint8 `shape[:-1] + (row_bytes,)`; each call reads the disk."""
         array = np.ascontiguousarray(self.numbers(name))
         return array.view(np.uint8).reshape(*array.shape[:-1], -1)

@@ -1,6 +1,6 @@
-"""The one interface through which checkpoints are read: a lazy table of named tensors."""
+"""The one interface through which checkpoints are read: a table of lazy tensors, by name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,36 +19,52 @@ class TensorInfo(NamedTuple):
     nbytes: int  # of the tensor's data in the file
 
 
-class TensorTable:
-    """Tensors of a checkpoint, by name; opening one reads headers only.
+class LazyTensor(NamedTuple):
+    """One tensor of a checkpoint, whose data is read when it is needed."""
 
-    A subclass fills in the fields when it opens its file: each tensor's `TensorInfo` and a flat
-    view of its bytes.
+    info: TensorInfo
+    read: Callable[[], np.ndarray]  # as `TensorTable.raw` returns it
+    held: bool = True  # whether its bytes are there; a truncated file may lack them
+
+
+class TensorTable:
+    """A mapping from names to lazy tensors, with the files and the header that they come from.
+
+    Readers of formats are subclasses that fill in the fields when they open a file, of which they
+    read the header. `replace`, and functions that use it, return a changed table.
     """
 
-    paths: tuple[Path, ...]  # files with the data, in order; their bytes identify the checkpoint
-    metadata: Mapping[str, Any]  # GGUF key-values, or the Hugging Face `config.json`
-    # The error that opening the complete file would raise, if it was opened by its header alone.
-    cut: UserError | None = None
-    _tensors: Mapping[str, tuple[Any, ...]]
+    def __init__(
+        self,
+        paths: tuple[Path, ...],
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, LazyTensor],
+        cut: UserError | None = None,
+        base: "TensorTable | None" = None,
+    ):
+        self.paths = paths  # files with the data, in order; their bytes identify the checkpoint
+        self.metadata = metadata  # GGUF key-values, or the Hugging Face `config.json`
+        self.tensors = tensors
+        # The error that opening the complete file would raise, if it was opened by its header.
+        self.cut = cut
+        self.base = base  # the table that this one adds trained numbers to
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self.tensors)
 
     def info(self, name: str) -> TensorInfo:
         """Raises `KeyError` for a name the checkpoint does not hold."""
-        return self._tensors[name][0]
+        return self.tensors[name].info
 
     def holds(self, name: str) -> bool:
         """Whether the tensor's bytes are there; a truncated file may lack them."""
-        info, *data = self._tensors[name]
-        return not data or data[0].size == info.nbytes
+        return self.tensors[name].held
 
     def raw(self, name: str) -> np.ndarray:
         """Read-only uint8 `shape[:-1] + (row_bytes,)`, which `blocks.decode` turns into numbers.
@@ -56,7 +72,55 @@ class TensorTable:
         A zero-copy view into the memory-mapped file; for a 0-d tensor `(itemsize,)`. Raises
         `UserError` for a tensor whose data a truncated file lacks.
         """
-        info, data = self._tensors[name]
-        if self.cut and not self.holds(name):
-            raise self.cut
-        return data.reshape(*info.shape[:-1], row_bytes(info.dtype, (info.shape or (1,))[-1]))
+        return self.tensors[name].read()
+
+    def replace(
+        self,
+        tensors: Mapping[str, LazyTensor],
+        *,
+        paths: tuple[Path, ...] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        base: "TensorTable | None" = None,
+    ) -> "TensorTable":
+        """Returns a table of these tensors; its other fields, but for `base`, are this one's."""
+        return TensorTable(
+            self.paths if paths is None else paths,
+            self.metadata if metadata is None else metadata,
+            tensors,
+            self.cut,
+            base,
+        )
+
+
+def map_tensors(
+    tensors: Mapping[str, tuple[TensorInfo, np.ndarray]], cut: UserError | None = None
+) -> dict[str, LazyTensor]:
+    """Makes lazy tensors of flat views into a memory-mapped file.
+
+    Reading a tensor that is shorter than its header says raises `cut`.
+    """
+
+    def map_tensor(info: TensorInfo, data: np.ndarray) -> LazyTensor:
+        held = data.size == info.nbytes
+
+        def read() -> np.ndarray:
+            if cut and not held:
+                raise cut
+            return data.reshape(*info.shape[:-1], row_bytes(info.dtype, (info.shape or (1,))[-1]))
+
+        return LazyTensor(info, read, held)
+
+    return {name: map_tensor(*tensor) for name, tensor in tensors.items()}
+
+
+def rename_tensors(
+    table: TensorTable,
+    rename: Callable[[str], str | None],
+    metadata: Mapping[str, Any] | None = None,
+) -> TensorTable:
+    """Renames the tensors of a table, and leaves out those whose new name is None."""
+    tensors = {}
+    for old, tensor in table.tensors.items():
+        if (name := rename(old)) is not None:
+            tensors[name] = tensor._replace(info=tensor.info._replace(name=name))
+    return table.replace(tensors, metadata=metadata)

@@ -19,9 +19,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
 from kdjax.errors import UserError, suggest
-from kdjax.formats import TensorTable
+from kdjax.formats import LazyTensor, TensorTable
 from kdjax.formats.blocks import decode
-from kdjax.formats.safetensors import ADAPTER_CONFIG, PeftTable
+from kdjax.formats.safetensors import ADAPTER_CONFIG, read_peft
 from kdjax.formats.saved import LORA, SavedTable
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
@@ -265,7 +265,7 @@ def open_peft(folder: Path, spec: ArchSpec) -> Adapters:
     Raises `UserError` for adapters that are not plain LoRA, are damaged, or belong to another base:
     tensors that are missing, misshapen or unknown are listed.
     """
-    table = PeftTable(folder)
+    table = read_peft(folder)
     rank, alpha = _read_rank(table.metadata, folder / ADAPTER_CONFIG)
     stored = _match_peft(table, spec, rank)
     lora = Lora(rank, alpha, tuple(stored))
@@ -317,7 +317,7 @@ def _read_rank(config: Mapping[str, Any], where: Path) -> tuple[int, float]:
     return rank, float(alpha)
 
 
-def _match_peft(table: PeftTable, spec: ArchSpec, rank: int) -> dict[Key, list[str]]:
+def _match_peft(table: TensorTable, spec: ArchSpec, rank: int) -> dict[Key, list[str]]:
     """Maps each adapted matrix to the stems of its layers' tensors."""
     stored, known, problems = {}, set(), []
     for path, (layers, outer, inner) in list_matrices(spec).items():
@@ -347,50 +347,35 @@ def _match_peft(table: PeftTable, spec: ArchSpec, rank: int) -> dict[Key, list[s
     return stored
 
 
-class AdaptedTable(TensorTable):
-    """A base's table with adapters merged: adapted tensors are float32, others as stored.
+def merge_adapters(base: TensorTable, spec: ArchSpec, adapters: Adapters) -> TensorTable:
+    """Adds adapters to the tensors of their base: adapted ones are float32, others as stored.
 
-    `raw` merges the tensor that it returns, in the file's order of rows.
+    A tensor is merged each time that it is read, in the file's own order of rows.
     """
+    gguf, stored = is_gguf(base), tensor_names(base, spec)
+    read_pair = functools.lru_cache(maxsize=1)(adapters.read)  # its layers come in turn
 
-    def __init__(self, base: TensorTable, spec: ArchSpec, adapters: Adapters):
-        self.base, self.adapters = base, adapters
-        self.paths, self.metadata, self.cut = (
-            (*base.paths, *adapters.paths),
-            base.metadata,
-            base.cut,
-        )
-        self._spec = spec
-        self._places: dict[str, tuple[Key, int | None]] = {}
-        stored = tensor_names(base, spec)
-        for path in adapters.lora.targets:
-            layers = (None,) if is_saved(base) else range(spec.num_layers)
-            self._places |= {name: (path, i) for name, i in zip(stored[path], layers, strict=True)}
-        self._tensors = {name: (self._info(name),) for name in base}
-        self._read = functools.lru_cache(maxsize=1)(adapters.read)  # its layers come in turn
+    def merge(name: str, path: Key, layer: int | None) -> LazyTensor:
+        stored_info = base.info(name)
 
-    def _info(self, name: str) -> Any:
-        info = self.base.info(name)
-        if name not in self._places:
-            return info
-        return info._replace(dtype="F32", nbytes=4 * int(np.prod(info.shape)))
+        def read() -> np.ndarray:
+            raw = base.raw(name)
+            a, b = (x if layer is None else x[layer : layer + 1] for x in read_pair(path))
+            change = np.float32(adapters.lora.scale) * (b @ a)
+            numbers = np.asarray(decode(raw, stored_info.dtype), np.float32)
+            if gguf:
+                layout = names.layout_of(path, spec, gguf=True)
+                change = np.stack([layout.write_order(x) for x in change])
+            merged = numbers + (change if layer is None else change[0])
+            merged = np.ascontiguousarray(merged, np.float32)
+            return merged.view(np.uint8).reshape(*merged.shape[:-1], -1)
 
-    def holds(self, name: str) -> bool:
-        """Whether the base holds `name`."""
-        return self.base.holds(name)
+        info = stored_info._replace(dtype="F32", nbytes=4 * int(np.prod(stored_info.shape)))
+        return LazyTensor(info, read, base.holds(name))
 
-    def raw(self, name: str) -> np.ndarray:
-        """Bytes of the base, or of the merged numbers."""
-        raw = self.base.raw(name)
-        if name not in self._places:
-            return raw
-        path, layer = self._places[name]
-        a, b = (x if layer is None else x[layer : layer + 1] for x in self._read(path))
-        change = np.float32(self.adapters.lora.scale) * (b @ a)
-        numbers = np.asarray(decode(raw, self.base.info(name).dtype), np.float32)
-        if is_gguf(self.base):
-            layout = names.layout_of(path, self._spec, gguf=True)
-            change = np.stack([layout.write_order(x) for x in change])
-        merged = numbers + (change if layer is None else change[0])
-        merged = np.ascontiguousarray(merged, np.float32)
-        return merged.view(np.uint8).reshape(*merged.shape[:-1], -1)
+    tensors = dict(base.tensors)
+    for path in adapters.lora.targets:
+        layers = (None,) if is_saved(base) else range(spec.num_layers)
+        pairs = zip(stored[path], layers, strict=True)
+        tensors |= {name: merge(name, path, layer) for name, layer in pairs}
+    return base.replace(tensors, paths=(*base.paths, *adapters.paths), base=base)

@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,14 @@ import numpy as np
 
 from kdjax.config import WEIGHTS, read_weights, split_layers
 from kdjax.errors import MissingFileError, UserError, suggest_path
-from kdjax.formats import TensorTable, content_hash, open_shapes, open_table
+from kdjax.formats import (
+    LazyTensor,
+    TensorTable,
+    content_hash,
+    open_shapes,
+    open_table,
+    rename_tensors,
+)
 from kdjax.formats.files import load_json
 from kdjax.formats.safetensors import ADAPTER_CONFIG
 from kdjax.formats.saved import (
@@ -29,7 +36,7 @@ from kdjax.formats.saved import (
     saved_steps,
 )
 from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_path, origin
-from kdjax.models.adapters import AdaptedTable, Adapters, open_peft, saved_adapters
+from kdjax.models.adapters import Adapters, merge_adapters, open_peft, saved_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.families import FAMILIES, find_gguf_family
 from kdjax.models.loading import (
@@ -126,7 +133,7 @@ class Checkpoint:
     @property
     def base(self) -> "Checkpoint":
         """The model without its adapters; itself if it has none."""
-        if not isinstance(self.table, AdaptedTable):
+        if self.adapters is None or self.table.base is None:
             return self
         return dataclasses.replace(self, table=self.table.base, saved=None, adapters=None)
 
@@ -240,7 +247,7 @@ def open_checkpoint(
 
 def _adapt(base: Checkpoint, adapters: Adapters) -> Checkpoint:
     """The model with adapters, in place of those that it may have."""
-    table = AdaptedTable(base.base.table, base.spec, adapters)
+    table = merge_adapters(base.base.table, base.spec, adapters)
     return dataclasses.replace(base, table=table, adapters=adapters)
 
 
@@ -260,33 +267,6 @@ def _open_adapter(folder: Path, base: str, tokenizer: str, *, whole: bool) -> Ch
         )
     checkpoint = open_checkpoint(base, tokenizer=tokenizer, whole=whole)
     return _adapt(checkpoint, open_peft(folder, checkpoint.spec))
-
-
-class _PartOf(TensorTable):
-    """Some tensors of a table under other names; `rename` gives None for one that is left out."""
-
-    def __init__(
-        self,
-        table: TensorTable,
-        rename: Callable[[str], str | None],
-        metadata: Mapping[str, Any] | None = None,
-    ):
-        self.paths, self.cut = table.paths, table.cut
-        self.metadata = table.metadata if metadata is None else metadata
-        self._table = table
-        self._tensors = {
-            name: (table.info(old)._replace(name=name), old)
-            for old in table
-            if (name := rename(old)) is not None
-        }
-
-    def holds(self, name: str) -> bool:
-        """Whether the table holds `name`."""
-        return self._table.holds(self._tensors[name][1])
-
-    def raw(self, name: str) -> np.ndarray:
-        """Bytes of the table."""
-        return self._table.raw(self._tensors[name][1])
 
 
 def cut_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
@@ -309,7 +289,7 @@ def cut_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
         )
     checkpoint = drop_block(checkpoint)
     spec = dataclasses.replace(checkpoint.spec, layers=tuple(spec.layers[i] for i in layers))
-    table = _PartOf(checkpoint.table, lambda name: renumber(name, layers))
+    table = rename_tensors(checkpoint.table, lambda name: renumber(name, layers))
     return dataclasses.replace(checkpoint, table=table, spec=spec)
 
 
@@ -319,45 +299,31 @@ def drop_block(checkpoint: Checkpoint) -> Checkpoint:
     if not spec.drafts or checkpoint.whole_step is not None:
         return checkpoint
     block = f"blk.{spec.num_layers}.", "mtp."
-    part = _PartOf(table, lambda name: None if name.startswith(block) else name)
+    part = rename_tensors(table, lambda name: None if name.startswith(block) else name)
     return dataclasses.replace(checkpoint, table=part, spec=dataclasses.replace(spec, drafts=0))
 
 
-class _WithBlock(TensorTable):
-    """A table with the block that drafts of a saved step, float32, named as in the table's files.
+def _add_block(base: TensorTable, spec: ArchSpec, saved: SavedTable) -> TensorTable:
+    """Adds the block that drafts of a saved step, float32, named as in the base's files.
 
-    `spec` has the block, and the table has none.
+    `spec` has the block, and the base has none. Rows are in the file's own order.
     """
+    gguf, apart = is_gguf(base), not is_saved(base)
 
-    def __init__(self, base: TensorTable, spec: ArchSpec, saved: SavedTable):
-        self.base, self.paths, self.cut = base, (*base.paths, *saved.paths), base.cut
-        self.metadata = base.metadata
-        self._saved = saved
-        self._block: dict[str, tuple[str, Layout]] = {}
-        self._tensors = {name: (base.info(name),) for name in base}
-        gguf, apart = is_gguf(base), not is_saved(base)
-        for path in (tuple(name.split("/")) for name in saved):
-            row, name, layout = name_of(path, spec), "/".join(path), Layout()
-            info = saved.info(name)
-            if apart:
-                name = (row.gguf if gguf else row.hf).format(i=spec.num_layers)
-                layout = layout_of(path, spec, gguf=gguf)
-                info = info._replace(name=name, shape=layout.file_shape(info.shape[1:]))
-            self._block[name] = "/".join(path), layout
-            self._tensors[name] = (info,)
-
-    def holds(self, name: str) -> bool:
-        """Whether the base holds `name`, or the step."""
-        return name in self._block or self.base.holds(name)
-
-    def raw(self, name: str) -> np.ndarray:
-        """Bytes of the base, or of the step's numbers in the file's own order of rows."""
-        if name not in self._block:
-            return self.base.raw(name)
-        stem, layout = self._block[name]
-        numbers = self._saved.array(stem).reshape(self._tensors[name][0].shape)
+    def read(stem: str, shape: tuple[int, ...], layout: Layout) -> np.ndarray:
+        numbers = saved.array(stem).reshape(shape)
         numbers = np.ascontiguousarray(layout.write_order(numbers + np.float32(layout.offset)))
         return numbers.view(np.uint8).reshape(*numbers.shape[:-1], -1)
+
+    tensors = dict(base.tensors)
+    for stem in saved:
+        path, info, layout = tuple(stem.split("/")), saved.info(stem), Layout()
+        if apart:
+            row, layout = name_of(path, spec), layout_of(path, spec, gguf=gguf)
+            name = (row.gguf if gguf else row.hf).format(i=spec.num_layers)
+            info = info._replace(name=name, shape=layout.file_shape(info.shape[1:]))
+        tensors[info.name] = LazyTensor(info, functools.partial(read, stem, info.shape, layout))
+    return base.replace(tensors, paths=(*base.paths, *saved.paths), base=base)
 
 
 def take_text(table: TensorTable) -> TensorTable:
@@ -410,7 +376,7 @@ def _take_language_model(table: TensorTable) -> TensorTable:
     metadata = {**text, "model_type": family.name, "architectures": [family.hf_architecture]}
     metadata |= {told: 0} if drafts and not kept else {}
     metadata |= {tied: outer[tied]} if tied in outer else {}
-    return _PartOf(table, rename, metadata)
+    return rename_tensors(table, rename, metadata)
 
 
 def _take_trunk(table: TensorTable) -> TensorTable:
@@ -430,7 +396,7 @@ def _take_trunk(table: TensorTable) -> TensorTable:
     metadata[names[1]] = len(trunk)
     if (listed := metadata.get(name := f"{arch}.attention.recurrent_layers")) is not None:
         metadata[name] = listed[: len(trunk)]
-    return _PartOf(table, lambda name: renumber(name, trunk), metadata)
+    return rename_tensors(table, lambda name: renumber(name, trunk), metadata)
 
 
 def open_step(
@@ -497,7 +463,7 @@ def _open_step_beside(
     if BLOCK in table.form:
         base, spec = drop_block(base), dataclasses.replace(base.spec, drafts=1)
         return dataclasses.replace(
-            base, table=_WithBlock(base.table, spec, table), spec=spec, saved=saved
+            base, table=_add_block(base.table, spec, table), spec=spec, saved=saved
         )
     adapters = saved_adapters(table, f"{workdir}, step {step}")
     return dataclasses.replace(_adapt(base, adapters), saved=saved)

@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from kdjax.device.sharding import named_leaves, parameter_spec, replicated
 from kdjax.errors import UserError
-from kdjax.formats import TensorTable
+from kdjax.formats import LazyTensor, TensorTable
 from kdjax.formats.blocks import decode, row_bytes, split
 from kdjax.formats.saved import SavedTable
 from kdjax.formats.table import TensorInfo
@@ -43,7 +43,7 @@ def is_gguf(table: TensorTable) -> bool:
 
 def is_saved(table: TensorTable) -> bool:
     """Whether tensors are those of a saved step: named as in the tree, layers stacked."""
-    return isinstance(getattr(table, "base", table), SavedTable)  # of an `AdaptedTable` its base's
+    return isinstance(table if table.base is None else table.base, SavedTable)
 
 
 def has_tied_head(table: TensorTable) -> bool:
@@ -64,41 +64,6 @@ def has_tied_head(table: TensorTable) -> bool:
     return float(np.linalg.norm(a - b)) < SAME_MATRIX * float(np.linalg.norm(b))
 
 
-class _SplitTable(TensorTable):
-    """A table whose fused matrices are apart."""
-
-    def __init__(self, table: TensorTable, fused: Mapping[str, names.Fused]):
-        self.paths, self.metadata, self.cut = table.paths, table.metadata, table.cut
-        self._table, self._tensors = table, {}
-        for name in table:
-            info, start, whole = table.info(name), 0, fused.get(name)
-            if whole is None or whole.lead != info.shape[:-1]:
-                self._tensors[name] = info, name, None
-                continue
-            *stack, height = whole.lead
-            if sum(rows for _, rows in whole.parts) > height:
-                stack, height = [], math.prod(whole.lead)
-            for part, rows in whole.parts:
-                own = TensorInfo(part, (*stack, rows, info.shape[-1]), info.dtype, 0)
-                own = own._replace(nbytes=info.nbytes // height * rows)
-                at = (*stack, height), slice(start, start + rows)
-                self._tensors[part] = own, name, at
-                start += rows
-
-    def holds(self, name: str) -> bool:
-        """Whether the whole tensor is there."""
-        return self._table.holds(self._tensors[name][1])
-
-    def raw(self, name: str) -> np.ndarray:
-        """Rows of the whole."""
-        _, whole, at = self._tensors[name]
-        raw = self._table.raw(whole)
-        if at is None:
-            return raw
-        lead, rows = at
-        return raw.reshape(*lead, -1)[..., rows, :]
-
-
 def split_fused(table: TensorTable, spec: ArchSpec) -> TensorTable:
     """The table with matrices apart that its family's files fuse, by the names of other families.
 
@@ -109,7 +74,35 @@ def split_fused(table: TensorTable, spec: ArchSpec) -> TensorTable:
     fused = names.list_fused(spec, gguf=is_gguf(table))
     if is_gguf(table):
         fused |= names.list_paired(spec)
-    return _SplitTable(table, fused) if any(name in table for name in fused) else table
+    if not any(name in table for name in fused):
+        return table
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in table.tensors.items():
+        whole = fused.get(name)
+        if whole is None or whole.lead != tensor.info.shape[:-1]:
+            tensors[name] = tensor
+        else:
+            tensors |= _split(tensor, whole)
+    return table.replace(tensors)
+
+
+def _split(tensor: LazyTensor, fused: names.Fused) -> dict[str, LazyTensor]:
+    """The matrices that a tensor holds in its rows."""
+    info, start, parts = tensor.info, 0, {}
+    *stack, height = fused.lead
+    if sum(rows for _, rows in fused.parts) > height:
+        stack, height = [], math.prod(fused.lead)
+
+    def read(rows: slice) -> np.ndarray:
+        return tensor.read().reshape(*stack, height, -1)[..., rows, :]
+
+    for part, rows in fused.parts:
+        nbytes = info.nbytes // height * rows
+        own = TensorInfo(part, (*stack, rows, info.shape[-1]), info.dtype, nbytes)
+        take = functools.partial(read, slice(start, start + rows))
+        parts[part] = LazyTensor(own, take, tensor.held)
+        start += rows
+    return parts
 
 
 def _stored(path: tuple[str, ...], table: TensorTable, spec: ArchSpec | None = None) -> str:

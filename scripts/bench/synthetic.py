@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from kdjax.errors import UserError
-from kdjax.formats import TensorInfo, TensorTable, open_table
+from kdjax.formats import LazyTensor, TensorInfo, TensorTable, open_table
 from kdjax.formats.blocks import BLOCKS, encode, row_bytes
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.recipes import RECIPES, Recipe, fitting, gets_more_bits
@@ -468,28 +468,25 @@ def _stream(*args: Any) -> Callable[[], Iterator[np.ndarray]]:
     return lambda: _tensor_data(*args)
 
 
-class Header(TensorTable):
+def _make_header(shape: ModelShape) -> TensorTable:
     """The header of the file that a shape would have in `q4_k_m`: for plans, which read no tensor.
 
-    Raises `UserError` if one is read.
+    To read one raises `UserError`.
     """
+    recipe, path, tensors = RECIPES["q4_k_m"], Path(f"{shape.label}.gguf"), {}
 
-    def __init__(self, shape: ModelShape):
-        recipe = RECIPES["q4_k_m"]
-        self._tensors = {}
-        self.paths, self.metadata = (Path(f"{shape.label}.gguf"),), _metadata(shape, recipe)
-        for name, dtype, dims in tensor_plan(shape, recipe):
-            nbytes = int(np.prod(dims[:-1])) * row_bytes(dtype, dims[-1])
-            self._tensors[name] = (TensorInfo(name, dims, dtype, nbytes),)
+    def refuse() -> np.ndarray:
+        raise UserError(f"found no tensor: {path} is the header of a file nobody wrote.")
 
-    def raw(self, name: str) -> np.ndarray:
-        """See `TensorTable`."""
-        raise UserError(f"found no {name}: {self.paths[0]} is the header of a file nobody wrote.")
+    for name, dtype, dims in tensor_plan(shape, recipe):
+        nbytes = int(np.prod(dims[:-1])) * row_bytes(dtype, dims[-1])
+        tensors[name] = LazyTensor(TensorInfo(name, dims, dtype, nbytes), refuse)
+    return TensorTable((path,), _metadata(shape, recipe), tensors)
 
 
 def open_header(shape: ModelShape) -> Checkpoint:
     """The model of a header, with no weights."""
-    table = Header(shape)
+    table = _make_header(shape)
     return Checkpoint(table, spec_from_table(table))
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from kdjax.formats import files
 from kdjax.formats.apr.metadata import as_config
 from kdjax.formats.files import DOWNLOAD, Cursor, Data, TensorToWrite, bad
-from kdjax.formats.table import TensorInfo, TensorTable
+from kdjax.formats.table import TensorInfo, TensorTable, map_tensors
 
 MAGIC, _OLD_MAGIC = b"APR\0", b"APRN"
 ALIGNMENT = 64
@@ -181,17 +181,18 @@ class AprTable(TensorTable):
         if spans:  # a footer follows the last tensor
             last, (start, end) = max(spans.items(), key=lambda item: item[1])
             spans[last] = start, end + _FOOTER.size
-        self.cut = files.cut_short(path, self._data.size, spans)
-        if whole and self.cut:
-            raise self.cut
+        cut = files.cut_short(path, self._data.size, spans)
+        if whole and cut:
+            raise cut
         self.paths = (path,)
-        self._tensors = {
+        tensors = {
             name: (info, self._data[start : start + info.nbytes])
             for name, (info, start) in starts.items()
         }
         infos = {name: info for name, (info, _) in starts.items()}
         # Named as in Hugging Face's config.json; the tokenizer as in GGUF: `tokenizer.ggml.*`.
-        self.metadata = as_config(path, self.stored(), infos)
+        metadata = as_config(path, self.stored(), infos)
+        super().__init__((path,), metadata, map_tensors(tensors, cut), cut)
 
     def stored(self) -> dict[str, Any]:
         """The file's metadata, parsed at each call: megabytes if it holds a tokenizer."""
