@@ -22,7 +22,8 @@ from kdjax.evaluation import heldout
 from kdjax.training.caching import cache_answers
 from kdjax.training.identity import identify
 from kdjax.training.inputs import hash_contents
-from kdjax.training.job import ask_kinds, assemble
+from kdjax.training.job import assemble
+from kdjax.training.kinds import ask_kinds
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -27,7 +27,8 @@ from kdjax.models.model import check_float8, load_model
 from kdjax.models.weights import Scaled, from_bits, quantize_rows, to_bits
 from kdjax.training import plan
 from kdjax.training.identity import check_same_run, identify
-from kdjax.training.job import ask_kinds, assemble, survey
+from kdjax.training.job import assemble, survey
+from kdjax.training.kinds import ask_kinds
 from kdjax.training.teachers import Dense, Float8
 from scripts.checks.fewer_bits import write_fewer_bits
 

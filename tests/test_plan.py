@@ -36,7 +36,8 @@ from kdjax.models.nextn import find_block
 from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import compiled, plan, teachers
-from kdjax.training.job import ask_kinds, assemble, survey
+from kdjax.training.job import assemble, survey
+from kdjax.training.kinds import ask_kinds
 from kdjax.training.pair import Pair, Vocabulary, open_pair, same_weights
 from scripts.apr.convert import convert
 from scripts.bench.synthetic import SHAPES, open_header, pair_headers, write_random_gguf

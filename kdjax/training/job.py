@@ -20,7 +20,6 @@ from kdjax.config import (
     Config,
     EvalConfig,
     LossConfig,
-    TeacherConfig,
     TrainConfig,
     choose_optim,
     count_own_rows,
@@ -33,8 +32,6 @@ from kdjax.data.teacher_cache import (
     SeveralCaches,
     TeacherCache,
     open_caches,
-    read_index,
-    split_caches,
 )
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
@@ -58,6 +55,7 @@ from kdjax.training.inputs import (
     prepare_all,
     warn_of_readings,
 )
+from kdjax.training.kinds import ask_kinds
 from kdjax.training.own import NO_CODE, Own
 from kdjax.training.pair import Pair, begin_beside, open_adapters, open_pair, own_vocabulary
 from kdjax.training.plan import (
@@ -73,12 +71,6 @@ from kdjax.training.saving import Checkpoints
 from kdjax.training.several import Teachers
 from kdjax.training.step import Step, TrainState, make_step
 from kdjax.training.teachers import (
-    RUNNING,
-    CachedHidden,
-    CachedTopK,
-    Dense,
-    NoTeacher,
-    Packed,
     TeacherKind,
 )
 
@@ -192,38 +184,6 @@ def _check_batches(train: TrainConfig, evaluation: EvalConfig, placement: Placem
                 f"{name} = {rows} rows cannot be split over mesh.data x mesh.fsdp = {shards} "
                 f"devices. Use a multiple of {shards}."
             )
-
-
-def ask_kinds(teacher: TeacherConfig) -> tuple[TeacherKind, ...]:
-    """Lists the kinds that the config allows, fastest first: one, or with weights "auto" two.
-
-    Raises `UserError` for settings that contradict each other.
-    """
-    weights = teacher.weights
-    if not teacher.path and not teacher.cache:
-        return (NoTeacher(),)
-    if teacher.cache:
-        caches = split_caches(teacher.cache)
-        specs = [read_index(folder)[0] for _, folder in caches]
-        if len(specs) > 1:
-            if teacher.path or any(spec.kind != CachedTopK.name for spec in specs):
-                raise UserError(
-                    f"found teacher.cache={teacher.cache} of {len(specs)} caches and "
-                    f"teacher.path={teacher.path!r}; expected caches of top-k ids "
-                    "(--kind=topk) and teacher.path=''."
-                )
-            kinds = tuple(CachedTopK(spec.k) for spec in specs)
-            return (Teachers(kinds, tuple(weight for weight, _ in caches)),)
-        (spec,) = specs
-        if spec.kind == CachedTopK.name:
-            return (CachedTopK(spec.k),)
-        if not teacher.path:
-            raise UserError(
-                f"found teacher.path='' and teacher.cache={teacher.cache} of hidden states; "
-                "expected the model that wrote it, whose head computes logits from them."
-            )
-        return (CachedHidden(),)
-    return (Dense(), Packed()) if weights == "auto" else (RUNNING[weights],)
 
 
 def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan]:

@@ -1,6 +1,6 @@
 """The kinds of teacher. Each owns its bytes, its arithmetic, its loading and its part of the loss.
 
-A kind is a frozen value, static under jit. `job.ask_kinds` is the one place where the config's
+A kind is a frozen value, static under jit. `kinds.ask_kinds` is the one place where the config's
 strings become kinds.
 """
 

@@ -71,7 +71,8 @@ def make_job(request: Request, config: Config) -> Any:
     """A job without text or checkpoints: models of the config, steps, and random rows."""
     from kdjax.device import sharding
     from kdjax.device.placement import Placement
-    from kdjax.training.job import Job, ask_kinds, build_step, text_source
+    from kdjax.training.job import Job, build_step, text_source
+    from kdjax.training.kinds import ask_kinds
     from kdjax.training.pair import Vocabulary, open_pair
     from kdjax.training.teachers import CachedHidden, CachedTopK
 
