@@ -26,6 +26,10 @@ from .models.lora import merge_lora as merge_lora
 from .models.model import Model as Model
 from .models.model import load as load
 from .models.nextn import take_block as take_block
+from .training.forms import Adapters as Adapters
+from .training.forms import DraftBlock as DraftBlock
+from .training.forms import Form as Form
+from .training.forms import Rounded as Rounded
 from .training.saving import load_state as load_state
 from .training.saving import save_state as save_state
 from .training.several import Teachers as Teachers

@@ -589,10 +589,10 @@ CONFLICTS = (
         "student.lora.targets names the matrices",
     ),
     Conflict(
-        "student.lora.rank",
-        0,
-        {"student.quantize": _SET},
-        "all of the student trains that is rounded",
+        "student.lora.weights",
+        _choice("packed", "dense"),
+        {"student.quantize": _SET, "student.lora.rank": _SET},
+        "what adapters add is rounded with the file's own numbers",
     ),
     Conflict(
         "student.quantize",

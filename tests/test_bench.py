@@ -37,9 +37,9 @@ def traces(monkeypatch):
     """The lengths for which the step was traced."""
     seen, original = [], training_step.kd_step
 
-    def counted(state, teacher, batch, *, spec):
+    def counted(state, teacher, batch, base, *, spec):
         seen.append(batch["tokens"].shape[1])
-        return original(state, teacher, batch, spec=spec)
+        return original(state, teacher, batch, base, spec=spec)
 
     monkeypatch.setattr(training_step, "kd_step", counted)
     return seen

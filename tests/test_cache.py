@@ -338,7 +338,7 @@ def test_the_teacher_is_not_loaded(run, tmp_path, kind):
     batch = job.step.put(job.source.next({}))
     state = job.make_state()
     arguments = jax.tree.leaves((state, batch))
-    compiled = job.step.train.lower(state, job.teacher.params, batch).compile()
+    compiled = job.step.jitted.lower(state, job.teacher.params, batch, **job.step.fixed).compile()
     local = sum(x.addressable_shards[0].data.nbytes for x in arguments)
     assert compiled.memory_analysis().argument_size_in_bytes <= local + head + 1024
 

@@ -58,7 +58,7 @@ def make(pair, **settings):
 @pytest.fixture(scope="module")
 def rounded(pair):
     """A step of Q4_K_M, its first state, and what the first step made of it."""
-    step = make(pair, quantize="q4_k_m")
+    step = make(pair, form=kdjax.Rounded("q4_k_m"))
     first = step.init(pair[0].params)
     after, metrics = step(step.init(pair[0].params), pair[1].params, batch(pair[0]))
     return step, first, after, metrics
@@ -118,7 +118,7 @@ def test_llama_cpp_computes_with_what_the_step_saw(pair, rounded, tmp_path):
 
 def take_steps(pair_, rows):
     """The bytes of a step of Q4_0 before its first, and its state after three."""
-    step = make(pair_, quantize="q4_0")
+    step = make(pair_, form=kdjax.Rounded("q4_0"))
     state = step.init(pair_[0].params)
     packed = jax.device_get(step.pack(state))
     for _ in range(3):
@@ -172,8 +172,8 @@ def test_a_plain_step_is_the_program_without_forms(pair):
     }
     arguments = step.init(pair[0].params), pair[1].params, step.put(batch(pair[0]))
     texts = [
-        re.sub(r"module @\w+", "", function.lower(*arguments).as_text())
-        for function in (make(pair, quantize="").train, jax.jit(plain, **options))
+        re.sub(r"module @\w+", "", function.lower(*arguments, **base).as_text())
+        for function, base in ((step.jitted, step.fixed), (jax.jit(plain, **options), {}))
     ]
     assert texts[0] == texts[1]
 
@@ -198,7 +198,7 @@ def test_gradients_at_the_rounded_numbers_move_the_masters(pair, rounded):
 
 
 def test_microbatches_round_once(pair, rounded):
-    step = make(pair, quantize="q4_k_m", microbatches=2)
+    step = make(pair, form=kdjax.Rounded("q4_k_m"), microbatches=2)
     state, _ = step(step.init(pair[0].params), pair[1].params, batch(pair[0]))
     for x, y in zip(*map(jax.tree.leaves, (state.params, rounded[2].params)), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
@@ -207,15 +207,15 @@ def test_microbatches_round_once(pair, rounded):
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4", "Q5_1"])
 def test_what_lies_beyond_its_scale_is_not_driven_further_out(dtype, rng):
     x = {"embed": jnp.asarray(rng.standard_normal((2, 256)), jnp.float32)}
-    form = forms.Rounded(((("embed",), (dtype,)),), "")
-    kept = form.begin(x)
+    form = forms.Rounded("", types=((("embed",), (dtype,)),))
+    kept = form.begin({}, x)
     for value in (40.0, -40.0):
         far = {"embed": x["embed"].at[0, 5].set(value)}
-        seen = form.see(kept, far)
+        seen = form.see({}, kept, far)
         assert abs(seen["embed"][0, 5]) < 20
         for slope in (1.0, -1.0):
             grads = {"embed": jnp.full((2, 256), slope)}
-            pulled = form.pull(kept, far, seen, grads)["embed"]
+            pulled = form.pull({}, kept, far, seen, grads, frozenset())["embed"]
             assert pulled[0, 5] == (0 if slope * value < 0 else slope)
             inside = pulled[1]
             assert np.mean(inside == slope) > 0.95
@@ -227,7 +227,7 @@ def test_scales_are_fitted_by_an_importance(pair, tmp_path):
     ids = batch(student)["tokens"]
     sums, count = sum_squares(student, [ids])
     write_importance(path, sums, count, datasets=["ids"], chunk_size=16)
-    steps = [make(pair, quantize="q4_0", imatrix=name) for name in ("", str(path))]
+    steps = [make(pair, form=kdjax.Rounded("q4_0", imatrix=name)) for name in ("", str(path))]
     files = ["plain.gguf", "weighed.gguf", "exported.gguf"]
     for step, name in zip(steps, files, strict=False):
         packed = step.pack(step.init(student.params))
@@ -238,14 +238,12 @@ def test_scales_are_fitted_by_an_importance(pair, tmp_path):
         plain, weighed, exported = (table.raw(name) for table in tables)
         assert np.mean(weighed == exported) > 0.999
         assert np.mean(plain == weighed) < 0.99
-    with pytest.raises(UserError, match="no quantize; expected both"):
-        make(pair, imatrix=str(path))
     with pytest.raises(UserError, match="found no importance of a tensor whose scales"):
-        make(pair, quantize="q8_0", imatrix=str(path))
+        make(pair, form=kdjax.Rounded("q8_0", str(path)))
     sums.pop("blk.1.ffn_down.weight")
     write_importance(path, sums, count, datasets=["ids"], chunk_size=16)
     with pytest.raises(UserError, match=r"of 1 layers .*, of 256 inputs; expected 2 of 256:"):
-        make(pair, quantize="q4_0", imatrix=str(path))
+        make(pair, form=kdjax.Rounded("q4_0", str(path)))
 
 
 SHAPES = {

@@ -18,7 +18,7 @@ from kdjax.errors import UserError
 from kdjax.formats.saved import saved_run
 from kdjax.models.decoder import functional
 from kdjax.models.states import hidden_and_states
-from kdjax.training.step import complete_batch
+from kdjax.training.batches import complete_batch
 from kdjax.training.teachers import CachedHidden
 
 pytestmark = pytest.mark.usefixtures("one_device")

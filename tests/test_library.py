@@ -28,7 +28,7 @@ def read_programs(page, *names):
 
 
 PROGRAMS = read_programs("library.md", "logits", "loop", "whole", "tree", "some")
-PROGRAMS |= read_programs("extending.md", "divergence", "layers", "module", "run")
+PROGRAMS |= read_programs("extending.md", "divergence", "layers", "form", "module", "run")
 
 
 def make_batches(count, rows=8, length=32):
@@ -190,6 +190,15 @@ def test_a_run_of_ones_own_python_is_resumed(run, tmp_path, tiny_config):
         for run in ("runs/random", "stopped")
     ]
     assert hashes[0] == hashes[1]
+
+
+def test_a_form_of_ones_own(run):
+    """The forward pass sees what it says, and the masters move."""
+    names = run("form", batches=make_batches(1))
+    seen = names["step"].see(names["state"])
+    for x, y in zip(*map(jax.tree.leaves, (seen, names["state"].params)), strict=True):
+        np.testing.assert_array_equal(x, y.astype("bfloat16").astype(x.dtype))
+    assert np.isfinite(names["metrics"].means()["loss"])
 
 
 @pytest.mark.parametrize(  # each pair of two settings once

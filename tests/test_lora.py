@@ -199,7 +199,7 @@ def test_the_step_holds_no_more_than_a_layer_of_numbers(teacher, tmp_path):
     student = kdjax.add_lora(base, rank=2)
     step = make(student, teacher)
     state, data = step.init(student.params), step.put(batch(student, rows=1))
-    lowered = step.train.func.lower(state, teacher.params, data, base=step.base)
+    lowered = step.jitted.lower(state, teacher.params, data, base=step.base)
     numbers = 4 * sum(np.prod(s) for s in list_matrices(base.spec).values())
     found = lowered.compile().memory_analysis()
     assert found.temp_size_in_bytes < numbers / 2
@@ -253,10 +253,13 @@ def test_what_cannot_be_adapted_is_refused(bases, settings, message, types_unche
         kdjax.add_lora(bases["packed"], **settings)
 
 
-def test_adapters_are_neither_added_twice_nor_rounded(bases, teacher):
+def test_adapters_are_neither_added_twice_nor_chosen_by_name(bases, teacher):
     student = kdjax.add_lora(bases["packed"])
     with pytest.raises(UserError, match="has adapters"):
         kdjax.add_lora(student)
-    for name in ("quantize", "trainable"):
-        with pytest.raises(UserError, match="they are what is trained"):
-            make(student, teacher, **{name: "q4_0"})
+    with pytest.raises(UserError, match="adapters are what trains"):
+        make(student, teacher, trainable="blocks/*/mlp")
+    with pytest.raises(UserError, match=r"a student without adapters and form=Adapters\(\)"):
+        make(bases["packed"], teacher, form=kdjax.Adapters())
+    with pytest.raises(UserError, match="a base in float8 to round"):
+        make(kdjax.add_lora(bases["float8"]), teacher, form=kdjax.Rounded("q4_0"))

@@ -171,13 +171,15 @@ def test_settings_that_cannot_be_are_refused(lora_config, changes, message):
         survey(lora_config)
 
 
-def test_adapters_are_not_rounded_nor_begun_at_random(lora_config):
+def test_adapters_are_not_rounded_in_float8_nor_begun_at_random(lora_config):
     from kdjax.config import validate
 
     lora_config.student.quantize, lora_config.student.init = "q4_0", "random"
-    with pytest.raises(
-        UserError, match=r"(?s)a base to adapt.*must be 0 with student.quantize='q4_0'"
-    ):
+    lora_config.student.lora.weights = "float8"
+    wanted = (
+        r"(?s)a base to adapt.*lora.weights='float8': must be one of packed, dense with .*quantize"
+    )
+    with pytest.raises(UserError, match=wanted):
         validate(lora_config)
 
 

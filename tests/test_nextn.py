@@ -415,8 +415,10 @@ def test_what_is_no_block_is_refused(models, block, model):
     with pytest.raises(UserError, match=r"a qwen2 model; expected one of qwen3_5_text"):
         kdjax.take_block(other)
     loss = kdjax.KDLoss(kdjax.total_variation)
-    with pytest.raises(UserError, match=r"quantize='q4_0' for a block that drafts"):
-        kdjax.make_step(block, model, loss, optax.sgd(1.0), quantize="q4_0")
+    with pytest.raises(UserError, match=r"form=Rounded\('q4_0'\) for a block that drafts"):
+        kdjax.make_step(block, model, loss, optax.sgd(1.0), form=kdjax.Rounded("q4_0"))
+    with pytest.raises(UserError, match=r"found no block that drafts and form=DraftBlock\(\)"):
+        kdjax.make_step(model, model, loss, optax.sgd(1.0), form=kdjax.DraftBlock())
 
 
 def test_a_file_without_a_block_is_refused_before_it_is_loaded(models, capsys, monkeypatch):

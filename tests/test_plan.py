@@ -557,7 +557,7 @@ def test_the_command_tells_a_cpus_step_as_xla_does(tiny_config, tmp_path, monkey
         made = command.survey_headers(tiny_config)
         run = assemble(tiny_config, tmp_path)
     batch = run.step.put(run.source.next(), tiny_config.train.microbatches)
-    lowered = run.step.train.lower(run.step.abstract, run.teacher_params, batch)
+    lowered = run.step.jitted.lower(run.step.abstract, run.teacher_params, batch, **run.step.fixed)
     used = lowered.compile().memory_analysis().temp_size_in_bytes
     assert made.phases["a step runs"] == {"temporaries, as XLA compiles it": used}
     formula = plan.make_plan(run.config, run.pair, make_local_mesh(1), on(1, "cpu"), run.kind)

@@ -26,8 +26,8 @@ from test_teacher_in_batch import (
 import kdjax
 from kdjax import config as config_module
 from kdjax.errors import UserError
+from kdjax.training.batches import complete_batch
 from kdjax.training.job import assemble
-from kdjax.training.step import complete_batch
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -27,7 +27,7 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.loading import load_params
 from kdjax.models.shards import Shard
-from kdjax.training import optim, step
+from kdjax.training import batches, optim, step
 from kdjax.training.teachers import Dense
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -87,7 +87,8 @@ def build(
     made = step.Step(spec, abstract, Placement(mesh), teacher, split=split)
     spec = made.spec
     gradients = jax.jit(lambda p, t, b: step.kd_gradients(p, t, b, spec))
-    once = jax.jit(functools.partial(step.kd_step, spec=spec), out_shardings=(made.shardings, None))
+    one = functools.partial(step.kd_step, base={}, spec=spec)
+    once = jax.jit(one, out_shardings=(made.shardings, None))
     return Built(made.init(params), made, teacher, mesh, gradients, once)
 
 
@@ -300,7 +301,7 @@ def test_teacher_is_an_argument_and_keeps_its_bytes():
     before = jax.tree.map(np.array, built.teacher)
     data = sharding.put_batch(batch(), built.mesh)
     arguments = (jax.tree.map(jnp.copy, built.state), built.teacher, data)
-    lowered = built.step.train.lower(*arguments)
+    lowered = built.step.jitted.lower(*arguments, **built.step.fixed)
     donated = [info.donated for info in jax.tree.leaves(lowered.args_info[0][1])]
     assert donated and not any(donated)
     compiled = lowered.compile()
@@ -315,7 +316,7 @@ def test_one_trace_and_a_falling_loss_over_steps():
     built = build(student="qwen3", alpha=0.0)
     chex.clear_trace_counter()
     counted = chex.assert_max_traces(
-        lambda s, t, b: step.kd_step(s, t, b, spec=built.step.spec), n=1
+        lambda s, t, b: step.kd_step(s, t, b, {}, spec=built.step.spec), n=1
     )
     train = jax.jit(counted, out_shardings=(built.step.shardings, None))
     state, losses = built.state, []
@@ -426,10 +427,10 @@ def test_the_state_is_a_copy_of_the_model():
 def test_a_batch_is_completed_as_its_segments_say():
     segments = np.array([[1, 1, 1, 2, 2, 0], [3, 3, 4, 4, 4, 4]], np.int32)
     ids = np.zeros((2, 6), np.int32)
-    whole = step.complete_batch({"tokens": ids, "labels": ids, "segment_ids": segments})
+    whole = batches.complete_batch({"tokens": ids, "labels": ids, "segment_ids": segments})
     np.testing.assert_array_equal(whole["positions"], [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])
     np.testing.assert_array_equal(whole["weights"], [[1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 1, 1]])
-    plain = step.complete_batch({"tokens": ids, "labels": ids})
+    plain = batches.complete_batch({"tokens": ids, "labels": ids})
     assert plain["weights"].all() and plain["segment_ids"].all()
     np.testing.assert_array_equal(plain["positions"], np.arange(6)[None].repeat(2, 0))
 
@@ -447,11 +448,11 @@ def test_a_batch_is_completed_as_its_segments_say():
 )
 def test_a_batch_that_cannot_be_used_is_refused(columns, message):
     with pytest.raises(UserError, match=message):
-        step.complete_batch(columns)
+        batches.complete_batch(columns)
 
 
 def test_lists_and_other_whole_numbers_make_a_batch():
-    whole = step.complete_batch({"tokens": [[1, 2, 3]], "labels": np.array([[2, 3, 2**40]])})
+    whole = batches.complete_batch({"tokens": [[1, 2, 3]], "labels": np.array([[2, 3, 2**40]])})
     assert {k: str(v.dtype) for k, v in whole.items()} == {
         "tokens": "int32", "labels": "int32", "segment_ids": "int32", "positions": "int32",
         "weights": "float32",
@@ -469,9 +470,9 @@ def test_labels_of_minus_100_do_not_train(put):
     built, data = build(), plain(batch())
     drop = np.random.default_rng(1).random((ROWS, LENGTH)) < 0.2
     ignored = {**data, "labels": np.where(drop, -100, data["labels"])}
-    weights = np.where(drop, 0, step.complete_batch(data)["weights"])
+    weights = np.where(drop, 0, batches.complete_batch(data)["weights"])
     for more in ({}, {"weights": np.ones_like(weights)}):
-        want = step_once(built, step.complete_batch({**data, "weights": weights}))
+        want = step_once(built, batches.complete_batch({**data, "weights": weights}))
         placed = built.step.put(jax.tree.map(put, {**ignored, **more}))
         got = step_once(built, jax.device_get(placed))
         assert want[2]["tokens"] == (~drop).sum()

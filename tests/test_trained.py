@@ -153,7 +153,7 @@ def test_gradients_of_frozen_parameters_take_no_memory_and_no_products():
     used = {}
     for name, tx in (("all", optax.adamw(1e-2)), ("mlp", ONLY_MLP["multi_transform"])):
         made, state, teacher, _ = build(tx, {}, microbatches=2)
-        compiled = made.train.lower(state, teacher, made.put(data)).compile()
+        compiled = made.jitted.lower(state, teacher, made.put(data), **made.fixed).compile()
         memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
         assert memory is not None and cost is not None
         used[name] = memory.temp_size_in_bytes, cost["flops"]

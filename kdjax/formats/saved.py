@@ -225,8 +225,7 @@ def saved_params(workdir: Path, step: int) -> Iterator[tuple[str, np.ndarray]]:
 
     Each is read to the host when it is yielded: one at a time, and no device memory.
     """
-    table = SavedTable(workdir, step)
-    return ((name, table.array(name)) for name in table)
+    return SavedTable(workdir, step).arrays()
 
 
 class SavedTable(TensorTable):
@@ -261,6 +260,15 @@ class SavedTable(TensorTable):
     def array(self, name: str) -> np.ndarray:
         """Reads masters from the disk at each call; raises `DamagedError` if a checksum differs."""
         return self._checked(_PARAMS + name)
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """All masters by name, each read when its turn comes."""
+        return ((name, self.array(name)) for name in self)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the forward pass saw other numbers than the masters."""
+        return "types" in self.form
 
     def blocks(self, name: str) -> list[tuple[str, LayerNumbers, tuple[np.ndarray, ...]]]:
         """Fields of a rounded matrix's blocks, by type and layers; empty for other parameters.

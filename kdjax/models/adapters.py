@@ -18,21 +18,24 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
+from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError, suggest
 from kdjax.formats import LazyTensor, TensorTable
 from kdjax.formats.blocks import decode
 from kdjax.formats.safetensors import ADAPTER_CONFIG, read_peft
 from kdjax.formats.saved import LORA, SavedTable
+from kdjax.formats.table import TensorInfo
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.families import FAMILIES
-from kdjax.models.loading import is_gguf, is_saved, tensor_names
+from kdjax.models.loading import is_gguf, is_saved, load_params, tensor_names
 from kdjax.models.weights import Adapted
 
 Key = tuple[str, ...]  # a parameter's path in the tree
 Pair = tuple[np.ndarray, np.ndarray]  # A [L, rank, in] and B [L, out, rank], float32
 DEFAULT_RANK, DEFAULT_ALPHA = 16, 32.0
+_AT_A_TIME = 8  # columns of B and rows of A that one pass over the numbers adds
 _ALL = "all-linear"  # PEFT's word for every matrix of the layers
 PREFIX = "base_model.model."  # of PEFT's tensors
 
@@ -209,8 +212,29 @@ def join_adapters(frozen: Params, adapters: Params) -> Params:
     return unflatten_dict(flat)
 
 
+def add_change(numbers: Array, a: Array, b: Array, scale: float) -> Array:
+    """numbers + scale B A, `[L, out, in]` float32: the same bits on every backend.
+
+    A and scale B are taken with 12 significant bits, whose products are exact, and added in the
+    order of the rank: whether a backend rounds products before it adds them then changes nothing.
+    """
+
+    def add(numbers: Array, parts: tuple[Array, Array]) -> tuple[Array, None]:
+        for row, column in zip(*parts, strict=True):
+            numbers = numbers + column[..., :, None] * row[..., None, :]
+        return numbers, None
+
+    def split(x: Array, axis: int) -> Array:
+        """A few of the rank at a time: parts, rank of a part, and the other axes."""
+        x = jnp.moveaxis(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=11), axis, 0)
+        x = jnp.pad(x, [(0, -len(x) % _AT_A_TIME)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(-1, _AT_A_TIME, *x.shape[1:])
+
+    return jax.lax.scan(add, numbers, (split(a, -2), split(scale * b, -1)))[0]
+
+
 @dataclasses.dataclass(frozen=True)
-class Adapters:
+class StoredAdapters:
     """Adapters on a disk, of which only the header was read."""
 
     lora: Lora
@@ -226,14 +250,47 @@ class Adapters:
         return unflatten_dict(flat)
 
 
-def saved_adapters(table: SavedTable, name: str) -> Adapters:
+def saved_adapters(table: SavedTable, name: str) -> StoredAdapters:
     """Reads the adapters of a run's saved step."""
 
     def read(path: Key) -> Pair:
         stem = "/".join(path)
         return table.array(f"{stem}/a"), table.array(f"{stem}/b")
 
-    return Adapters(Lora.of_record(table.form[LORA]), table.paths, read, name)
+    return StoredAdapters(Lora.of_record(table.form[LORA]), table.paths, read, name)
+
+
+class SavedSum(SavedTable):
+    """A saved step of adapters that trained under rounding, as one of all the student's parameters.
+
+    Its masters are base + scale B A, with the bits that the step rounded (`add_change`); blocks are
+    those of the scales that were saved.
+    """
+
+    def __init__(self, workdir: Path, step: int, base: TensorTable, spec: ArchSpec):
+        super().__init__(workdir, step)
+        self._lora, self._beside, self._spec = Lora.of_record(self.form[LORA]), base, spec
+        self.paths, self.cut = (*base.paths, *self.paths), base.cut
+        self._shapes: dict[Key, Any] = flatten_dict(functional(spec, Compute())[1])
+        self.tensors = {"/".join(path): self._sum_tensor(path) for path in self._shapes}
+
+    def _sum_tensor(self, path: Key) -> LazyTensor:
+        name, shape = "/".join(path), tuple(self._shapes[path].shape)
+        info = TensorInfo(name, shape, "F32", 4 * math.prod(shape))
+        return LazyTensor(info, functools.partial(self._read_bytes, name))
+
+    def array(self, name: str) -> np.ndarray:
+        """The sum, float32; reads the base and the adapters of this parameter at each call."""
+        path, cpu = tuple(name.split("/")), jax.local_devices(backend="cpu")[:1]
+        shape = jax.ShapeDtypeStruct(self._shapes[path].shape, jnp.float32)
+        mesh = make_mesh(1, 1, 1, cpu)
+        read = load_params(self._beside, self._spec, unflatten_dict({path: shape}), mesh)
+        (numbers,) = jax.tree.leaves(read)
+        if path in self._lora.targets:
+            read_part = super().array
+            a, b = (jax.device_put(read_part(f"{name}/{part}"), cpu[0]) for part in "ab")
+            numbers = add_change(numbers, a, b, self._lora.scale)
+        return np.array(numbers)
 
 
 _REFUSED = {  # what PEFT has and kdjax has not, and its plain value
@@ -259,7 +316,7 @@ _REFUSED = {  # what PEFT has and kdjax has not, and its plain value
 _PLAIN_STARTS = (True, "gaussian", "eva", "orthogonal")
 
 
-def open_peft(folder: Path, spec: ArchSpec) -> Adapters:
+def open_peft(folder: Path, spec: ArchSpec) -> StoredAdapters:
     """The adapters of a PEFT folder, for a base of this architecture; reads headers.
 
     Raises `UserError` for adapters that are not plain LoRA, are damaged, or belong to another base:
@@ -286,7 +343,7 @@ def open_peft(folder: Path, spec: ArchSpec) -> Adapters:
             parts.append(np.stack(arrays))
         return parts[0], parts[1]
 
-    return Adapters(lora, table.paths, read, str(folder))
+    return StoredAdapters(lora, table.paths, read, str(folder))
 
 
 def _read_rank(config: Mapping[str, Any], where: Path) -> tuple[int, float]:
@@ -347,7 +404,7 @@ def _match_peft(table: TensorTable, spec: ArchSpec, rank: int) -> dict[Key, list
     return stored
 
 
-def merge_adapters(base: TensorTable, spec: ArchSpec, adapters: Adapters) -> TensorTable:
+def merge_adapters(base: TensorTable, spec: ArchSpec, adapters: StoredAdapters) -> TensorTable:
     """Adds adapters to the tensors of their base: adapted ones are float32, others as stored.
 
     A tensor is merged each time that it is read, in the file's own order of rows.

@@ -36,7 +36,13 @@ from kdjax.formats.saved import (
     saved_steps,
 )
 from kdjax.hub import MODEL, PREFIX, TOKENIZER, fetch_path, origin
-from kdjax.models.adapters import Adapters, merge_adapters, open_peft, saved_adapters
+from kdjax.models.adapters import (
+    SavedSum,
+    StoredAdapters,
+    merge_adapters,
+    open_peft,
+    saved_adapters,
+)
 from kdjax.models.arch import ArchSpec
 from kdjax.models.families import FAMILIES, find_gguf_family
 from kdjax.models.loading import (
@@ -109,7 +115,7 @@ class Checkpoint:
     spec: ArchSpec
     tokenizer_path: str = ""  # another file or folder that holds its tokenizer
     saved: Saved | None = None
-    adapters: Adapters | None = None  # that the table adds to its base
+    adapters: StoredAdapters | None = None  # that the table adds to its base
 
     def __str__(self) -> str:
         if self.saved is not None:
@@ -245,7 +251,7 @@ def open_checkpoint(
     return Checkpoint(split_fused(table, spec), spec, tokenizer)
 
 
-def _adapt(base: Checkpoint, adapters: Adapters) -> Checkpoint:
+def _adapt(base: Checkpoint, adapters: StoredAdapters) -> Checkpoint:
     """The model with adapters, in place of those that it may have."""
     table = merge_adapters(base.base.table, base.spec, adapters)
     return dataclasses.replace(base, table=table, adapters=adapters)
@@ -465,6 +471,9 @@ def _open_step_beside(
         return dataclasses.replace(
             base, table=_add_block(base.table, spec, table), spec=spec, saved=saved
         )
+    if table.rounds:
+        whole = SavedSum(workdir, step, base.base.table, base.spec)
+        return dataclasses.replace(base.base, table=whole, saved=saved)
     adapters = saved_adapters(table, f"{workdir}, step {step}")
     return dataclasses.replace(_adapt(base, adapters), saved=saved)
 

@@ -1,10 +1,17 @@
-"""Forms of a student: what the forward pass sees of its masters, once a step, and what is exported.
+"""Forms of a student: what trains, what the forward pass sees, what is saved and exported.
 
-A form owns what a state keeps beside the masters. The step, the loop and evaluation ask it and know
-no more.
+    base    what is never trained, an argument of the step: {} of most forms
+    masters float32, what the optimizer moves: part of the state
+    kept    other arrays of the state, fitted at the start, such as scales; None of most forms
+
+Once in each optimizer step `see(base, kept, masters)` computes the parameters of the forward pass,
+and `pull` takes the gradient at these back to the masters. A form knows its settings, the bytes it
+takes and its name in a run; the step, the loop, the plan and evaluation ask it and know no more.
+`Rounded` rounds what another form sees: of a plain student the masters, of adapters base + B A.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -12,23 +19,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from kdjax.config import NEW, OWN_BLOCK, LoraConfig, StudentConfig
+from kdjax.device.sharding import count_bytes, parameter_shardings
 from kdjax.errors import UserError
 from kdjax.formats.blocks import Scales, decode_fields, encode_fields, fit_rows, is_cut
 from kdjax.formats.imatrix import read_importance
 from kdjax.formats.kquants import WEIGHED
 from kdjax.formats.recipes import choose_types, parts_by_type
 from kdjax.formats.saved import BLOCK, LORA
-from kdjax.models.adapters import Lora, join_adapters, split_adapters
+from kdjax.models.adapters import (
+    Lora,
+    add_change,
+    choose_lora,
+    draw_adapters,
+    join_adapters,
+    shape_adapters,
+    split_adapters,
+)
 from kdjax.models.arch import STACKS, ArchSpec
+from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.draft_functions import DraftFunctions, draw_block, shape_block
 from kdjax.models.families import FAMILIES
+from kdjax.models.lora import read_numbers
+from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.models.names import list_fused, name_of
-from kdjax.models.weights import stack_blocks
+from kdjax.models.nextn import attach_block, find_block
+from kdjax.models.weights import Scaled, name_numbers, stack_blocks
+from kdjax.training.trained import list_paths, zeros_for
 
+_log = logging.getLogger("kdjax")
 Kept = Any  # arrays that a form keeps in the state; None for none
 
 
@@ -37,118 +62,581 @@ class Form:
     """How a student's masters become its parameters: this one takes them as they are."""
 
     rounds: ClassVar[bool] = False  # whether what is seen is less exact than the masters
+    # Arguments of `make_step` that the form does not go with, and why.
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    # Whether a student differs from its own file from the start, so that this file may teach it.
+    differs: ClassVar[bool] = False
+    writes: ClassVar[bool] = True  # whether what trains is a model that generates text
+    # Of a run's plan: the name of the masters; whether embedding and head have no gradient;
+    # whether matrices have none either, and the backward pass goes through adapters next to them.
+    title: ClassVar[str] = "student, float32 masters"
+    freezes: ClassVar[bool] = False
+    low_rank: ClassVar[bool] = False
+    casts: ClassVar[bool] = True  # whether float32 matrices are cast for each product
+
+    def settle(self, student: Model) -> "Form":
+        """The form with all that it takes from the student; `UserError` for one it does not fit."""
+        return self
 
     def masters(self, params: Params) -> Params:
         """Selects what is trained of a model's parameters, or of gradients at them: here all."""
         return params
 
-    def base(self, params: Params) -> Params | None:
-        """Selects the parameters that are never trained, an argument of the step: here none."""
+    def base(self, params: Params) -> Params:
+        """Selects the parameters that are never trained: here none."""
+        return {}
 
-    def begin(self, params: Params) -> Kept:
-        """Makes the arrays that the state keeps before the first step."""
+    def join(self, base: Params, masters: Params) -> Params:
+        """Undoes `base` and `masters`; no array is copied."""
+        return masters
 
-    def see(self, kept: Kept, params: Params) -> Params:
-        """Computes the parameters that the forward pass takes for the masters `params`."""
-        return params
+    def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
+        """Paths of what is seen that get no gradient, whatever the optimizer is; shapes will do."""
+        return frozenset()
 
-    def pull(self, kept: Kept, params: Params, seen: Params, grads: Params) -> Params:
-        """The gradient of the masters, of the gradient at what was seen."""
-        return grads
+    def learns(self, params: Params) -> bool:
+        """Whether there is something to learn from a teacher of the student's own weights."""
+        return False
 
-    def place(self, kept: Kept, masters: Params) -> Any:
-        """Shardings of what is kept, given those of the masters."""
+    def begin(self, base: Params, masters: Params) -> Kept:
+        """Makes the arrays that the state keeps, before the first step."""
 
-    def pack(self, kept: Kept, params: Params) -> Params:
+    def see(self, base: Params, kept: Kept, masters: Params) -> Params:
+        """Computes the parameters that the forward pass takes."""
+        return masters
+
+    def pull(
+        self,
+        base: Params,
+        kept: Kept,
+        masters: Params,
+        seen: Params,
+        grads: Params,
+        frozen: frozenset[str],
+    ) -> Params:
+        """The gradient of the masters, of the gradient at what was seen.
+
+        `grads` has None at the `frozen` paths.
+        """
+        return zeros_for(self.masters(grads), frozen, masters)
+
+    def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
+        """Shardings of what is seen, or arrays that have them, given those of the masters."""
+        return self.join(base, masters)
+
+    def place(self, kept: Kept, seen: Any) -> Any:
+        """Shardings of what is kept, given those of what is seen."""
+
+    def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
+        """The dtype in which parts of float32 matrices travel between devices; None: as they are.
+
+        `dtype` is that of the products.
+        """
+        return dtype
+
+    def pack(self, base: Params, kept: Kept, masters: Params) -> Params:
         """Makes what is exported: numbers, or blocks."""
-        return params
+        return self.see(base, kept, masters)
+
+    def compile(self, function: Callable[..., Any], places: Any = None) -> Callable[..., Any]:
+        """`function`, `see` or `pack`, as it is called between steps; results lie at `places`."""
+        return function
 
     @property
     def record(self) -> dict[str, Any]:
         """Record of the form in a saved step, as JSON; empty for plain masters."""
         return {}
 
+    # --- of a run, whose student is a file: what `training.pair`, `job` and `plan` ask ---
+
+    @property
+    def weights(self) -> str:
+        """How the base is kept, of `config.WEIGHTS`; "" if there is none, or the teacher has it."""
+        return ""
+
+    def base_dtype(self, compute: DTypeLike) -> DTypeLike:
+        """The dtype of the base's numbers, given that of products."""
+        return compute
+
+    def open(self, student: Checkpoint) -> Checkpoint:
+        """The student as the form trains it; `UserError` for one that it does not fit."""
+        return student
+
+    def find_start(self, student: Checkpoint) -> Checkpoint:
+        """The student at the start, as a teacher of its own."""
+        return student
+
+    def draw(self, student: Checkpoint, seed: int) -> Params | None:
+        """The masters before the first step; None: those of the student's file."""
+        return None
+
+    def shapes(self, student: Checkpoint) -> Params:
+        """Shapes of the masters."""
+        return self.masters(functional(student.spec, Compute())[1])
+
+    def shape_gradients(self, student: Checkpoint) -> Params:
+        """Shapes of the gradients that a step forms: here of the masters."""
+        return self.shapes(student)
+
+    def shape_seen(self, student: Checkpoint) -> Params:
+        """Shapes of the numbers that the forward pass sees in addition to masters and base."""
+        return {}
+
+    def count_kept(self, student: Checkpoint) -> int:
+        """Bytes of what the state keeps in addition to masters and moments."""
+        return 0
+
+    def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
+        """The student as the step takes it: shapes of masters, arrays of a base.
+
+        `shared` is a teacher that has the base's arrays.
+        """
+        functions, shapes = functional(student.spec, compute)
+        rows = student.spec.vocab_size
+        return Model(functions, shapes, rows, spec=student.spec, placement=compute.placement)
+
+    def choose_remat(self, remat: str) -> str:
+        """What the backward pass recomputes, given `student.remat`."""
+        return remat
+
+    def list_backward(self, spec: ArchSpec) -> ArchSpec:
+        """Architecture of the layers that run backward."""
+        return spec
+
+    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
+        """FLOP a token of the student; `trained` is the share of bytes that have a gradient."""
+        return (2 + trained) * spec.forward_flops(length)
+
 
 PLAIN = Form()
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapting(Form):
-    """Adapters of a frozen base are the masters; what is kept is the base, an argument of the step.
+class Adapters(Form):
+    """Adapters of a student that has some (`kdjax.add_lora`) train, beside its frozen base.
 
-    It is never donated, stepped or saved: a teacher may be the same arrays.
+    The base stays as it was loaded, packed or dense; it is never donated, stepped or saved, and a
+    teacher may be the same arrays. A student with adapters has this form by itself.
     """
 
-    lora: Lora
+    lora: Lora | None = None  # that of the student, once settled
+    asked: LoraConfig | None = dataclasses.field(default=None, compare=False)  # of a run
+
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "trainable": "adapters are what trains, next to a base that stays as it is"
+    }
+    title: ClassVar[str] = "adapters, float32"
+    freezes: ClassVar[bool] = True
+    low_rank: ClassVar[bool] = True
+    casts: ClassVar[bool] = False
 
     @property
     def record(self) -> dict[str, Any]:
         """Size and matrices, for `formats.saved`."""
+        assert self.lora is not None
         return {LORA: self.lora.record}
+
+    def settle(self, student: Model) -> "Adapters":
+        """The form of this student's adapters; `UserError` for a student without."""
+        lora = Lora.of_params(student.params)
+        if lora is None:
+            raise UserError(
+                f"{student.name}: found a student without adapters and form=Adapters(); expected "
+                "one with them: kdjax.add_lora(student, rank=16)."
+            )
+        return dataclasses.replace(self, lora=lora)
 
     def masters(self, params: Params) -> Params:
         """The adapters, or, of adapters alone, all."""
         return split_adapters(params)[1] or params
 
-    def base(self, params: Params) -> Params | None:
+    def base(self, params: Params) -> Params:
         """All but the adapters."""
         return split_adapters(params)[0]
 
-    def see(self, kept: Kept, params: Params) -> Params:
+    def join(self, base: Params, masters: Params) -> Params:
         """The base with its adapters; no array is copied."""
-        return join_adapters(kept, params)
+        return join_adapters(base, masters)
+
+    def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
+        """All of the base."""
+        return frozenset(list_paths(base))
+
+    def learns(self, params: Params) -> bool:
+        """Whether the adapters change anything: where B is zero they do not."""
+        flat = _flatten(split_adapters(params)[1])
+        return any(path[-1] == "b" and bool(jnp.any(x != 0)) for path, x in flat.items())
+
+    def see(self, base: Params, kept: Kept, masters: Params) -> Params:
+        """The base with its adapters; no array is copied."""
+        return self.join(base, masters)
+
+    def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
+        """As they are: float32 arrays of a base are scales."""
+
+    @property
+    def weights(self) -> str:
+        """How the frozen student is kept."""
+        assert self.asked is not None
+        return self.asked.weights
+
+    def open(self, student: Checkpoint) -> Checkpoint:
+        """The student; `UserError` for targets and ranks that it does not have."""
+        self.choose_lora(student)
+        return student
+
+    def choose_lora(self, student: Checkpoint) -> Lora:
+        """The adapters that train: those of the student if it has some, else those asked for."""
+        asked = self.asked
+        assert asked is not None
+        if student.adapters is None:
+            return choose_lora(student.spec, asked.rank, asked.alpha, asked.targets)
+        lora = student.adapters.lora
+        if asked.rank != lora.rank:
+            raise UserError(
+                f"{student}: found adapters of rank {lora.rank} and student.lora.rank="
+                f"{asked.rank}; expected one rank. Set it to {lora.rank}; the file decides alpha "
+                "and matrices."
+            )
+        return lora
+
+    def find_start(self, student: Checkpoint) -> Checkpoint:
+        """The base: its adapters are what trains."""
+        return student.base
+
+    def draw(self, student: Checkpoint, seed: int) -> Params:
+        """The adapters of the student's file, or new ones."""
+        if student.adapters is not None:
+            return student.adapters.read_tree()
+        return draw_adapters(self.choose_lora(student), student.spec, seed)
+
+    def shapes(self, student: Checkpoint) -> Params:
+        """Shapes of A and B."""
+        return shape_adapters(self.choose_lora(student), student.spec)
+
+    def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
+        """The base, `shared` or loaded, and shapes of adapters."""
+        lora, spec = self.choose_lora(student), student.spec
+        functions, _ = functional(spec, dataclasses.replace(compute, scan=self._loops(compute)))
+        assert compute.placement is not None
+        if shared is not None:
+            _log.info("the frozen student shares the teacher's arrays")
+            model = shared.replace(functions=functions, spec=spec)
+        else:
+            model = load_model(
+                student.base,
+                placement=compute.placement,
+                weights=self.weights,
+                dtype=self.base_dtype(compute.dtype),
+                compute_dtype=compute.dtype,
+                max_segments=compute.max_segments,
+            ).replace(functions=functions)
+        model = attach_adapters(model.replace(checkpoint=None), lora, shape_adapters(lora, spec))
+        _log.info("student: %d matrices with adapters, rank %d", len(lora.targets), lora.rank)
+        return model
+
+    def _loops(self, compute: Compute) -> bool:
+        """Packed and float8 matrices become numbers a layer at a time: only a loop ensures it."""
+        return compute.scan or self.weights != "dense"
+
+    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
+        """Forward, and back through activations: gradients of A and B are few."""
+        return super().count_flops(spec, length, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafting(Form):
-    """The block that drafts is the masters; all else is the base, as that of `Adapting`.
+class MergedAdapters(Adapters):
+    """Adapters whose student is seen as numbers: base + scale B A, float32, all parameters.
 
-    A teacher of the same arrays is the model that the block drafts for.
+    What `Rounded` rounds. The gradient at these numbers passes on to A and B.
     """
+
+    low_rank: ClassVar[bool] = False
+    casts: ClassVar[bool] = True
+
+    def settle(self, student: Model) -> "MergedAdapters":
+        """As `Adapters`; `UserError` for a base in float8, whose numbers are not the file's."""
+        scaled = jax.tree.leaves(student.params, is_leaf=lambda x: isinstance(x, Scaled))
+        if any(isinstance(x, Scaled) for x in scaled):
+            raise UserError(
+                f"{student.name}: found a base in float8 to round with its adapters; expected one "
+                'loaded with weights="packed" or "dense", dtype="float32".'
+            )
+        settled = super().settle(student)
+        assert isinstance(settled, MergedAdapters)
+        return settled
+
+    def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
+        """All but the matrices that have adapters."""
+        assert self.lora is not None
+        seen = jax.eval_shape(self.see, base, None, masters)
+        adapted = {"/".join(path) for path in self.lora.targets}
+        return frozenset(path for path in list_paths(seen) if path not in adapted)
+
+    def see(self, base: Params, kept: Kept, masters: Params) -> Params:
+        """The base's numbers with the changes added; the same bits on every backend."""
+        assert self.lora is not None
+        flat, changes = _flatten(base), _flatten(masters)
+        for path, leaf in flat.items():
+            numbers = read_numbers(leaf).astype(jnp.float32)
+            if path in self.lora.targets:
+                a, b = changes[*path, "a"], changes[*path, "b"]
+                numbers = add_change(numbers, a, b, self.lora.scale)
+            flat[path] = numbers
+        return unflatten_dict(flat)
+
+    def pull(
+        self,
+        base: Params,
+        kept: Kept,
+        masters: Params,
+        seen: Params,
+        grads: Params,
+        frozen: frozenset[str],
+    ) -> Params:
+        """scale B^T G for A and scale G A^T for B, of the gradient G of a matrix."""
+        assert self.lora is not None
+        given, flat, pulled = _flatten(grads), _flatten(masters), {}
+        for path in self.lora.targets:
+            a, b, g = flat[*path, "a"], flat[*path, "b"], self.lora.scale * given[path]
+            precision = jax.lax.Precision.HIGHEST
+            pulled[*path, "a"] = jnp.einsum("lor,loi->lri", b, g, precision=precision)
+            pulled[*path, "b"] = jnp.einsum("loi,lri->lor", g, a, precision=precision)
+        return unflatten_dict(pulled)
+
+    def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
+        """By the rules of dense parameters."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), base)
+        seen = jax.eval_shape(self.see, shapes, None, self._shape_masters(shapes))
+        return parameter_shardings(seen, mesh)
+
+    def _shape_masters(self, base: Params) -> Params:
+        assert self.lora is not None
+        flat, shapes = _flatten(base), {}
+        for path in self.lora.targets:
+            layers, outer, inner = flat[path].shape
+            for part, shape in (("a", (self.lora.rank, inner)), ("b", (outer, self.lora.rank))):
+                shapes[*path, part] = jax.ShapeDtypeStruct((layers, *shape), jnp.float32)
+        return unflatten_dict(shapes)
+
+    def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
+        """As the products take them."""
+        return dtype
+
+    def base_dtype(self, compute: DTypeLike) -> DTypeLike:
+        """float32: the file's own numbers, which an export adds the changes to."""
+        return "float32"
+
+    def _loops(self, compute: Compute) -> bool:
+        return compute.scan
+
+    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
+        """As of a student that trains whole: gradients of matrices are formed."""
+        return Form.count_flops(self, spec, length, 1.0)
+
+    def shape_gradients(self, student: Checkpoint) -> Params:
+        """Those of the adapted matrices, of which those of A and B are made."""
+        shapes = _flatten(functional(student.spec, Compute())[1])
+        return unflatten_dict({path: shapes[path] for path in self.choose_lora(student).targets})
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftBlock(Form):
+    """The block that drafts (MTP) of a student that has one trains (`kdjax.take_block`).
+
+    All else is the base, as that of `Adapters`; a teacher of the same arrays is the model that the
+    block drafts for. Such a student has this form by itself.
+    """
+
+    new: bool = False  # of a run: the block is drawn, in place of the file's
+
+    differs: ClassVar[bool] = True
+    writes: ClassVar[bool] = False
+    title: ClassVar[str] = "the block that drafts, float32"
+    freezes: ClassVar[bool] = True
+    casts: ClassVar[bool] = False
 
     @property
     def record(self) -> dict[str, Any]:
         """Says that the parameters are a block's, for `formats.saved`."""
         return {BLOCK: True}
 
+    def settle(self, student: Model) -> "DraftBlock":
+        """Itself; `UserError` for a student without a block that trains."""
+        if not isinstance(student.functions, DraftFunctions):
+            raise UserError(
+                f"{student.name}: found no block that drafts and form=DraftBlock(); expected a "
+                "student of kdjax.take_block."
+            )
+        return self
+
     def masters(self, params: Params) -> Params:
         """The block, or, of a block alone, all."""
         return {"mtp": params["mtp"]}
 
-    def base(self, params: Params) -> Params | None:
+    def base(self, params: Params) -> Params:
         """All but the block."""
         return {name: x for name, x in params.items() if name != "mtp"}
 
-    def see(self, kept: Kept, params: Params) -> Params:
+    def join(self, base: Params, masters: Params) -> Params:
         """The base with the block; no array is copied."""
-        return {**kept, **params}
+        return {**base, **masters}
+
+    def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
+        """All of the base."""
+        return frozenset(list_paths(base))
+
+    def learns(self, params: Params) -> bool:
+        """Always: what the layers predict says nothing of the block."""
+        return True
+
+    def see(self, base: Params, kept: Kept, masters: Params) -> Params:
+        """The base with the block; no array is copied."""
+        return self.join(base, masters)
+
+    def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
+        """As they are: float32 arrays of a base are scales."""
+
+    def open(self, student: Checkpoint) -> Checkpoint:
+        """The student with its block, or a new one; `UserError` for one that cannot have it."""
+        if student.adapters is not None:
+            raise UserError(
+                f"{student}: found adapters and student.block={NEW if self.new else OWN_BLOCK!r}; "
+                "expected a model without them. Merge them first (kdjax export --format=gguf)."
+            )
+        return dataclasses.replace(student, spec=find_block(student.spec, student, new=self.new))
+
+    def draw(self, student: Checkpoint, seed: int) -> Params | None:
+        """A new block; None: the file's."""
+        return {"mtp": draw_block(student.spec, seed)} if self.new else None
+
+    def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
+        """The teacher's arrays, and shapes of the block."""
+        assert shared is not None
+        _log.info("student: the block that drafts, with the teacher's arrays")
+        return attach_block(shared, student.spec, {"mtp": shape_block(student.spec)})
+
+    def choose_remat(self, remat: str) -> str:
+        """None: the block is one layer."""
+        return "none"
+
+    def list_backward(self, spec: ArchSpec) -> ArchSpec:
+        """The block's one layer."""
+        attends = next(layer for layer in spec.layers if not layer.delta)
+        return dataclasses.replace(
+            spec, layers=(attends,), delta_key_heads=0, delta_value_heads=0, drafts=0
+        )
+
+    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
+        """The layers once more, without the head, and the block both ways; the head has no
+        gradient of its own."""
+        leaves = jax.tree.leaves(shape_block(spec))
+        products = sum(x.size for x in leaves if len(x.shape) > 2)
+        scores = 2.0 * spec.num_heads * spec.head_dim * length
+        block = 3 * (2.0 * products + scores) + 2.0 * spec.vocab_size * spec.hidden_size
+        return spec.forward_flops(length) + block
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(Form):
-    """Masters rounded to block types by the exporter's own search; gradients go straight through.
+    """The student rounded to the block types of a GGUF file; gradients go straight through.
 
-    Kept are the scales of every block, fitted once, at the start. A checkpoint has them: what is
-    exported are the integers of these scales, which are equal on every backend.
+    `text` is a recipe of `export_gguf`, or types by name (`recipes.split_types`). What is rounded
+    is what the form `of` sees: masters, or of a student with adapters base + scale B A, of which
+    the adapters train. Once a step the exporter's own search rounds it. Kept are the scales of
+    every block, fitted once, at the start, where errors count by the importance of `imatrix`, a
+    file of llama-imatrix. A checkpoint has them: what is exported are the integers of these scales,
+    which are equal on every backend.
+
+        step = kdjax.make_step(student, teacher, loss, optimizer, form=kdjax.Rounded("q4_0"))
     """
 
-    rounds: ClassVar[bool] = True
-    types: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]  # paths, and types of their layers
-    text: str  # what the types were chosen by
+    text: str
+    imatrix: str = ""
+    of: Form = PLAIN
+    types: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()  # paths; types of their layers
     # Of some paths, float32 [L, 1, inputs]: how much the errors of each input count in a fit.
     importance: Mapping[tuple[str, ...], np.ndarray] = dataclasses.field(
         default_factory=dict, compare=False
     )
 
+    rounds: ClassVar[bool] = True
+    differs: ClassVar[bool] = True
+
     @property
     def record(self) -> dict[str, Any]:
-        """The types by name, for `formats.saved`."""
+        """The types by name, for `formats.saved`, and what the form within records."""
         types = {"/".join(path): list(types) for path, types in self.types}
-        return {"quantize": self.text, "types": types}
+        return self.of.record | {"quantize": self.text, "types": types}
 
-    def begin(self, params: Params) -> Kept:
+    @property
+    def conflicts(self) -> Mapping[str, str]:  # type: ignore[override]
+        """Those of the form within."""
+        return self.of.conflicts
+
+    def settle(self, student: Model) -> "Rounded":
+        """The form with the types of the student's parameters, and what is rounded of it.
+
+        Raises `UserError` for types that cannot be trained, for a user's module, for a block that
+        drafts, and for importances of another model.
+        """
+        inner = choose_form(None, student)
+        if isinstance(inner, DraftBlock):
+            raise UserError(
+                f"found form=Rounded({self.text!r}) for a block that drafts; expected none: it "
+                "trains as numbers next to layers that stay as they are stored. Leave it out."
+            )
+        if isinstance(inner, Adapters):
+            inner = MergedAdapters().settle(student)
+        return dataclasses.replace(self.choose_types(student.spec), of=inner)
+
+    def choose_types(self, spec: ArchSpec | None) -> "Rounded":
+        """The form with the types, and importances, of a student of this architecture."""
+        if spec is None:
+            raise UserError(
+                f"found form=Rounded({self.text!r}) for a module of your own; expected a student "
+                "that kdjax knows the architecture of: block types are chosen by the names of its "
+                "parameters."
+            )
+        shapes = _flatten(functional(spec, Compute())[1])
+        chosen = choose_types(
+            self.text,
+            {path: tuple(leaf.shape) for path, leaf in shapes.items()},
+            layers=spec.num_layers,
+            groups=spec.num_heads // spec.num_kv_heads,
+            tied=spec.tied,
+            experts=spec.experts,
+            fused=FAMILIES[spec.family].fused,
+            stacks={name: spec.places(delta=delta) for name, delta in STACKS.items()},
+        )
+        types = tuple(sorted(chosen.items()))
+        weighed = [path for path, kinds in chosen.items() if not WEIGHED.isdisjoint(kinds)]
+        importance = _spread_importance(self.imatrix, weighed, spec) if self.imatrix else {}
+        return dataclasses.replace(self, types=types, importance=importance)
+
+    def masters(self, params: Params) -> Params:
+        """Those of the form within."""
+        return self.of.masters(params)
+
+    def base(self, params: Params) -> Params:
+        """That of the form within."""
+        return self.of.base(params)
+
+    def join(self, base: Params, masters: Params) -> Params:
+        """As the form within does."""
+        return self.of.join(base, masters)
+
+    def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
+        """Those of the form within."""
+        return self.of.list_frozen(base, masters)
+
+    def learns(self, params: Params) -> bool:
+        """Always: it learns to predict in spite of its rounding."""
+        return True
+
+    def begin(self, base: Params, masters: Params) -> Kept:
         """The scales that fit best."""
-        flat, kept = _flatten(params), {}
+        flat, kept = _flatten(self.of.see(base, None, masters)), {}
         for path, types in self.types:
             weights = self.importance.get(path)
             for dtype, layers in parts_by_type(types):
@@ -156,26 +644,40 @@ class Rounded(Form):
                 kept[*path, dtype] = fit_rows(_take(flat[path], layers), dtype, part)
         return unflatten_dict(kept)
 
-    def see(self, kept: Kept, params: Params) -> Params:
+    def see(self, base: Params, kept: Kept, masters: Params) -> Params:
         """The numbers that the blocks stand for."""
 
         def round_rows(dtype: str, scales: Scales, x: Array) -> Array:
             return decode_fields(encode_fields(x, dtype, scales), dtype).astype(x.dtype)
 
-        return self._replace(round_rows, kept, params)
+        return self._replace(round_rows, kept, self.of.see(base, None, masters))
 
-    def pull(self, kept: Kept, params: Params, seen: Params, grads: Params) -> Params:
+    def pull(
+        self,
+        base: Params,
+        kept: Kept,
+        masters: Params,
+        seen: Params,
+        grads: Params,
+        frozen: frozenset[str],
+    ) -> Params:
         """Straight through; but what lies beyond its scale's range is not driven further out."""
 
         def keep(dtype: str, scales: Scales, g: Array, x: Array, y: Array) -> Array:
             outwards = is_cut(x, y, dtype, scales) & ((x - y) * g < 0)  # a step goes against g
             return jnp.where(outwards, 0, g)
 
-        return self._replace(keep, kept, grads, params, seen)
+        numbers = self.of.see(base, None, masters)
+        grads = self._replace(keep, kept, grads, numbers, seen)
+        return self.of.pull(base, None, masters, numbers, grads, frozen)
 
-    def place(self, kept: Kept, masters: Params) -> Any:
+    def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
+        """That of what is rounded."""
+        return self.of.spread(base, masters, mesh)
+
+    def place(self, kept: Kept, seen: Any) -> Any:
         """Shardings of the scales, on the devices of their rows; blocks of a row stay together."""
-        flat = _flatten(masters)
+        flat = _flatten(seen)
         places = {}
         for path, scales in _flatten(kept).items():
             rows: NamedSharding = flat[path[:-1]]
@@ -183,9 +685,13 @@ class Rounded(Form):
             places[path] = jax.tree.map(lambda _, place=place: place, scales)
         return unflatten_dict(places)
 
-    def pack(self, kept: Kept, params: Params) -> Params:
+    def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
+        """As the form within has it."""
+        return self.of.send_as(dtype)
+
+    def pack(self, base: Params, kept: Kept, masters: Params) -> Params:
         """The student in blocks, as a packed model has them: what is exported."""
-        flat, scales = _flatten(params), _flatten(kept)
+        flat, scales = _flatten(self.of.see(base, None, masters)), _flatten(kept)
         for path, types in self.types:
             flat[path] = stack_blocks(
                 [
@@ -195,13 +701,78 @@ class Rounded(Form):
             )
         return unflatten_dict(flat)
 
+    def compile(self, function: Callable[..., Any], places: Any = None) -> Callable[..., Any]:
+        """The function as one program."""
+        return jax.jit(function, out_shardings=places)
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        """That of the form within."""
+        return self.of.title
+
+    @property
+    def freezes(self) -> bool:  # type: ignore[override]
+        """As the form within."""
+        return self.of.freezes
+
+    @property
+    def weights(self) -> str:
+        """As the form within."""
+        return self.of.weights
+
+    def base_dtype(self, compute: DTypeLike) -> DTypeLike:
+        """That of the form within."""
+        return self.of.base_dtype(compute)
+
+    def open(self, student: Checkpoint) -> Checkpoint:
+        """As the form within; `UserError` for types that its parameters cannot have."""
+        student = self.of.open(student)
+        Rounded(self.text).choose_types(student.spec)
+        return student
+
+    def find_start(self, student: Checkpoint) -> Checkpoint:
+        """As the form within."""
+        return self.of.find_start(student)
+
+    def draw(self, student: Checkpoint, seed: int) -> Params | None:
+        """As the form within."""
+        return self.of.draw(student, seed)
+
+    def shapes(self, student: Checkpoint) -> Params:
+        """As the form within."""
+        return self.of.shapes(student)
+
+    def shape_gradients(self, student: Checkpoint) -> Params:
+        """As of the form within."""
+        return self.of.shape_gradients(student)
+
+    def shape_seen(self, student: Checkpoint) -> Params:
+        """Those of all parameters: the rounded numbers."""
+        return functional(student.spec, Compute())[1]
+
+    def count_kept(self, student: Checkpoint) -> int:
+        """Bytes of the scales."""
+        plain = Rounded(self.text).choose_types(student.spec)
+        return count_bytes(jax.eval_shape(plain.begin, {}, self.shape_seen(student)))
+
+    def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
+        """As the form within."""
+        return self.of.open_model(student, compute, shared)
+
+    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
+        """As of the form within: rounding is no product."""
+        return self.of.count_flops(spec, length, trained)
+
     def _replace(self, change: Callable[..., Array], kept: Kept, *trees: Params) -> Params:
-        """The first tree with its rounded matrices changed, given those of the others."""
+        """The first tree with its rounded matrices changed, given those of the others.
+
+        What is None there, a gradient that a frozen matrix has not, stays None.
+        """
         flats, scales = [_flatten(tree) for tree in trees], _flatten(kept)
         changed = dict(flats[0])
         for path, types in self.types:
             arrays = [flat[path] for flat in flats]
-            parts = parts_by_type(types)
+            parts = parts_by_type(types) if arrays[0] is not None else []
             for dtype, layers in parts:
                 part = change(dtype, scales[*path, dtype], *(_take(x, layers) for x in arrays))
                 if len(parts) > 1:
@@ -210,46 +781,59 @@ class Rounded(Form):
         return unflatten_dict(changed)
 
 
+def choose_form(form: Form | None, student: Model) -> Form:
+    """The form, settled; of None that which the student has by itself.
+
+    A student with adapters trains them, one with a block that drafts the block, any other all.
+    """
+    if form is not None and not isinstance(form, Form):
+        raise UserError(f"found form={form!r}; expected one such as kdjax.Rounded('q4_0').")
+    if form is None:
+        form = PLAIN
+    if form is PLAIN and Lora.of_params(student.params) is not None:
+        form = Adapters()
+    if form is PLAIN and isinstance(student.functions, DraftFunctions):
+        form = DraftBlock()
+    return form.settle(student)
+
+
+def form_of(student: StudentConfig) -> Form:
+    """The form that a config asks for, before a student settles it."""
+    if student.block:
+        return DraftBlock(new=student.block == NEW)
+    if not student.quantize:
+        return Adapters(asked=student.lora) if student.lora.rank else PLAIN
+    within = MergedAdapters(asked=student.lora) if student.lora.rank else PLAIN
+    return Rounded(student.quantize, student.imatrix, within)
+
+
+def check_form(form: Form, student: Model, **settings: Any) -> None:
+    """Raises `UserError` for settings of a step that the form does not go with.
+
+    And for weights that no gradient reaches: packed ones, or float8.
+    """
+    for name, value in settings.items():
+        if value and name in form.conflicts:
+            raise UserError(
+                f"found {name}={value!r} for a student with adapters; expected none: "
+                f"{form.conflicts[name]}. Leave it out."
+            )
+    dtypes = {x.dtype for x in jax.tree.leaves(form.masters(student.params))}
+    odd = {t for t in dtypes if t.itemsize == 1 or not jnp.issubdtype(t, jnp.floating)}
+    if odd:
+        held = ", ".join(sorted(name_numbers(t) for t in odd))
+        raise UserError(
+            f"the student {student.source} holds {held} weights, which no gradient reaches. "
+            'Load it with dtype="float32" and weights="dense".'
+        )
+
+
 def _flatten(tree: Params) -> dict[tuple[str, ...], Any]:
     return flatten_dict(tree)
 
 
 def _take(x: Array, layers: tuple[int, ...] | None) -> Array:
     return x if layers is None else x[jnp.asarray(layers)]
-
-
-def choose_form(text: str, spec: ArchSpec | None, *, imatrix: str = "") -> Form:
-    """The form of `student.quantize`: plain masters of "", else rounded ones.
-
-    Raises `UserError` for types that cannot be trained and for a user's module.
-    """
-    if not text:
-        if imatrix:
-            raise UserError(
-                f"found imatrix={imatrix!r} and no quantize; expected both: it weighs rounding "
-                "errors."
-            )
-        return PLAIN
-    if spec is None:
-        raise UserError(
-            f"found quantize={text!r} for a module of your own; expected a student that kdjax "
-            "knows the architecture of: block types are chosen by the names of its parameters."
-        )
-    shapes = _flatten(functional(spec, Compute())[1])
-    chosen = choose_types(
-        text,
-        {path: tuple(leaf.shape) for path, leaf in shapes.items()},
-        layers=spec.num_layers,
-        groups=spec.num_heads // spec.num_kv_heads,
-        tied=spec.tied,
-        experts=spec.experts,
-        fused=FAMILIES[spec.family].fused,
-        stacks={name: spec.places(delta=delta) for name, delta in STACKS.items()},
-    )
-    types = tuple(sorted(chosen.items()))
-    weighed = [path for path, kinds in chosen.items() if not WEIGHED.isdisjoint(kinds)]
-    importance = _spread_importance(imatrix, weighed, spec) if imatrix else {}
-    return Rounded(types, text, importance)
 
 
 def _spread_importance(

@@ -39,13 +39,11 @@ from kdjax.device.runtime import device_summary
 from kdjax.errors import UserError
 from kdjax.formats.saved import saved_run
 from kdjax.losses.kd import KDLoss
-from kdjax.models.adapters import shape_adapters
 from kdjax.models.decoder import Compute, DecoderFunctions, Params, functional, initialise
-from kdjax.models.draft_functions import shape_block
 from kdjax.models.loading import load_params
-from kdjax.models.model import Model, attach_adapters, load_model
-from kdjax.models.nextn import attach_block
+from kdjax.models.model import Model
 from kdjax.training import optim
+from kdjax.training.forms import form_of
 from kdjax.training.identity import check_same_run, describe_cache, identify
 from kdjax.training.inputs import (
     check_texts,
@@ -57,7 +55,7 @@ from kdjax.training.inputs import (
 )
 from kdjax.training.kinds import ask_kinds
 from kdjax.training.own import NO_CODE, Own
-from kdjax.training.pair import Pair, begin_beside, open_adapters, open_pair, own_vocabulary
+from kdjax.training.pair import Pair, open_pair, own_vocabulary
 from kdjax.training.plan import (
     Plan,
     choose_mesh,
@@ -69,7 +67,7 @@ from kdjax.training.plan import (
 from kdjax.training.rollouts import answer_source
 from kdjax.training.saving import Checkpoints
 from kdjax.training.several import Teachers
-from kdjax.training.step import Step, TrainState, make_step
+from kdjax.training.step import Step, TrainState, assemble_step
 from kdjax.training.teachers import (
     TeacherKind,
 )
@@ -124,8 +122,9 @@ class Job:
         if own := self.own.open_student(self.pair.tokenizer, self.step.placement):
             params = jax.device_put(own.params, shardings.params)
             return self.step.init(params)
-        if (begun := begin_beside(self.config, student)) is not None:
-            params = jax.device_put(begun, shardings.params)
+        drawn = form_of(self.config.student).draw(student, self.config.train.seed)
+        if drawn is not None:
+            params = jax.device_put(drawn, shardings.params)
         elif self.config.student.init == "checkpoint":
             params = load_params(
                 student.table, student.spec, self.step.abstract.params, self.step.placement.mesh
@@ -347,25 +346,24 @@ def build_step(
     if tx is None:
         asked = choose_optim(config)
         tx, schedule = optim.optimizer(asked, *steps), optim.schedule(asked, *steps)
-    student = own.open_student(pair.tokenizer, placement) or _open_student_model(
-        config, pair, compute, teacher, kind
+    form, shared = form_of(config.student), shares_base(config, pair, kind)
+    student = own.open_student(pair.tokenizer, placement) or form.open_model(
+        pair.student, compute, teacher if shared else None
     )
     vocabulary = pair.vocabulary
     if own.student is not None:  # its head may have other rows than the file's
         vocabulary = own_vocabulary(min(vocabulary.width, student.vocab_size), vocabulary.real)
-    step = make_step(
+    step = assemble_step(  # `open_pair` has judged the pair
         student,
         teacher,
+        vocabulary,
         own.loss or make_loss(config.loss, config.train),
         tx,
         microbatches=config.train.microbatches,
         chunk_tokens=config.loss.chunk_tokens,
         reduce_dtype=config.train.reduce_dtype,
         kind=kind,
-        vocabulary=vocabulary,
-        allow_degenerate=True,  # `open_pair` has checked that
-        quantize=config.student.quantize,
-        imatrix=config.student.imatrix,
+        form=form,
         trainable=config.optim.trainable,
         extra=own.extra,
     )
@@ -384,37 +382,3 @@ def make_loss(loss: LossConfig, train: TrainConfig) -> KDLoss:
 
     temperature = line(loss.temperature, loss.final_temperature, 0.0)
     return KDLoss(loss.divergence, temperature, line(loss.alpha, loss.final_alpha, -1.0))
-
-
-def _open_student_model(
-    config: Config, pair: Pair, compute: Compute, teacher: Model | None, kind: TeacherKind
-) -> Model:
-    """Makes the step's student: shapes, or a frozen base with the shapes of what trains."""
-    spec, lora = pair.student.spec, open_adapters(config.student.lora, pair.student)
-    if config.student.block:
-        assert teacher is not None
-        _log.info("student: the block that drafts, with the teacher's arrays")
-        return attach_block(teacher, spec, {"mtp": shape_block(spec)})
-    if lora is None:
-        functions, shapes = functional(spec, compute)
-        return Model(functions, shapes, spec.vocab_size, spec=spec, placement=compute.placement)
-    weights, base = config.student.lora.weights, pair.student.base
-    # Packed and float8 matrices are decoded a layer at a time, which only a loop ensures.
-    loops = compute.scan or weights != "dense"
-    functions, _ = functional(spec, dataclasses.replace(compute, scan=loops))
-    assert compute.placement is not None
-    if teacher is not None and shares_base(config, pair, kind):
-        _log.info("the frozen student shares the teacher's arrays")
-        model = teacher.replace(functions=functions, spec=spec)
-    else:
-        model = load_model(
-            base,
-            placement=compute.placement,
-            weights=weights,
-            dtype=compute.dtype,
-            compute_dtype=compute.dtype,
-            max_segments=compute.max_segments,
-        ).replace(functions=functions)
-    model = attach_adapters(model.replace(checkpoint=None), lora, shape_adapters(lora, spec))
-    _log.info("student: %d matrices with adapters, rank %d", len(lora.targets), lora.rank)
-    return model

@@ -6,23 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kdjax.config import (
-    NEW,
-    SELF,
-    Config,
-    LoraConfig,
-    split_layers,
-)
+from kdjax.config import SELF, Config, split_layers
 from kdjax.errors import UserError
 from kdjax.formats.blocks import decode
-from kdjax.models.adapters import Lora, choose_lora, draw_adapters
 from kdjax.models.checkpoint import Checkpoint, cut_layers, drop_block, open_checkpoint, tie_head
-from kdjax.models.decoder import Params
-from kdjax.models.draft_functions import draw_block
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
-from kdjax.models.nextn import find_block
 from kdjax.models.tokenizer import Tokenizer
+from kdjax.training.forms import form_of
 
 _log = logging.getLogger("kdjax")
 # The end of each error about a teacher that teaches nothing.
@@ -59,10 +50,10 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     their headers. Raises `UserError` for a pair that cannot be distilled, or that would
     teach nothing.
     """
-    path = config.teacher.path
+    path, form = config.teacher.path, form_of(config.student)
     student = open_student(config, whole=whole)
     if path == SELF:
-        teacher: Checkpoint | None = find_self(config, student)
+        teacher: Checkpoint | None = form.find_start(student)
     else:
         teacher = open_checkpoint(path, whole=whole) if path else None
     teacher = teacher and drop_block(teacher)
@@ -72,12 +63,9 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
                 f"data.seq_len={config.data.seq_len} exceeds the {name}'s context of "
                 f"{checkpoint.spec.max_positions} positions. Lower data.seq_len."
             )
-    # A rounded student differs from the numbers that it is rounded from.
-    plain = config.student.init == "checkpoint" and not config.student.quantize
-    plain &= not config.student.block  # a drafting block differs from its layers
+    plain = config.student.init == "checkpoint" and not form.differs
     if teacher and plain and same_weights(teacher, student):
         _refuse_degenerate(teacher, student, allowed=config.teacher.allow_degenerate)
-    open_adapters(config.student.lora, student)
     teacher = teacher and teacher.fall_back(config.data.tokenizer)
     drafts = config.student.layers or "total_variation" in config.loss.divergence
     if teacher and drafts:
@@ -102,56 +90,8 @@ def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
     tokenizer = config.data.tokenizer
     student = open_checkpoint(config.student.path, tokenizer=tokenizer, shapes=shapes, whole=whole)
     student = cut_layers(student, split_layers(config.student.layers))
-    spec = tie_head(student, config.student.head)
-    if config.student.block:
-        if student.adapters is not None:
-            raise UserError(
-                f"{student}: found adapters and student.block={config.student.block!r}; expected "
-                "a model without them. Merge them first (kdjax export --format=gguf)."
-            )
-        spec = find_block(spec, student, new=config.student.block == NEW)
-    return dataclasses.replace(student, spec=spec)
-
-
-def find_self(config: Config, student: Checkpoint) -> Checkpoint:
-    """Returns the model of `teacher.path=self`: the student before training.
-
-    Adapters of `student.path` are part of it, unless adapters are what trains.
-    """
-    return student.base if config.student.lora.rank else student
-
-
-def open_adapters(asked: LoraConfig, student: Checkpoint) -> Lora | None:
-    """Returns the adapters that train, from `student.path` if it has some; None: a full fine-tune.
-
-    Raises `UserError` for targets and ranks that the student does not have.
-    """
-    if not asked.rank:
-        return None
-    if student.adapters is None:
-        return choose_lora(student.spec, asked.rank, asked.alpha, asked.targets)
-    lora = student.adapters.lora
-    if asked.rank != lora.rank:
-        raise UserError(
-            f"{student}: found adapters of rank {lora.rank} and student.lora.rank={asked.rank}; "
-            f"expected one rank. Set it to {lora.rank}; the file decides alpha and matrices."
-        )
-    return lora
-
-
-def begin_beside(config: Config, student: Checkpoint) -> Params | None:
-    """Makes the parameters that train on a frozen student: adapters, or a new block.
-
-    None if the student itself trains, or the block in its file.
-    """
-    if config.student.block == NEW:
-        return {"mtp": draw_block(student.spec, config.train.seed)}
-    lora = open_adapters(config.student.lora, student)
-    if lora is None:
-        return None
-    if student.adapters is not None:
-        return student.adapters.read_tree()
-    return draw_adapters(lora, student.spec, config.train.seed)
+    student = dataclasses.replace(student, spec=tie_head(student, config.student.head))
+    return form_of(config.student).open(student)
 
 
 def same_weights(a: Checkpoint, b: Checkpoint) -> bool:

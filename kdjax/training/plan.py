@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from kdjax.config import (
@@ -44,10 +45,8 @@ from kdjax.losses.divergences import (
     SkewedReverseKL,
     parse_divergence,
 )
-from kdjax.models.adapters import Lora, shape_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
-from kdjax.models.draft_functions import shape_block
 from kdjax.models.loading import count_parameters
 from kdjax.training import optim
 from kdjax.training.counts import (
@@ -61,8 +60,8 @@ from kdjax.training.counts import (
     count_writing,
     share_memory,
 )
-from kdjax.training.forms import choose_form
-from kdjax.training.pair import Pair, open_adapters
+from kdjax.training.forms import Form, form_of
+from kdjax.training.pair import Pair
 from kdjax.training.teachers import RUNNING, Dense, Float8, NoTeacher, Size, TeacherKind
 from kdjax.training.trained import find_frozen, leave_out, train_only
 
@@ -86,17 +85,14 @@ TEACHER, LOSS, BACKWARD, MUON = STEP_PHASES = (
 
 def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
     """The plan of one kind of teacher and of a `student.remat` by name; allocates nothing."""
-    lora, beside = open_adapters(config.student.lora, pair.student), ""
-    shapes = functional(pair.student.spec, Compute())[1]
-    if lora is not None:
-        shapes, beside = shape_adapters(lora, pair.student.spec), "adapters"
-    elif config.student.block:
-        shapes, beside = {"mtp": shapes["mtp"]}, "the block that drafts"
+    form = form_of(config.student)
+    shapes = form.shapes(pair.student)
     masters = sharding.tree_bytes(shapes, mesh)
     loops, reduce_dtype = config.student.remat == "full", config.train.reduce_dtype
     tx, frozen = _prepare_optimizer(config.optim, pair.student.spec, shapes)
-    whole, gradients = masters, sharding.tree_bytes(leave_out(shapes, frozen), mesh)
-    if not beside and sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
+    formed = leave_out(form.shape_gradients(pair.student), frozen)
+    gradients = sharding.tree_bytes(formed, mesh)
+    if not form.freezes and sharding.splits_state(mesh, loops=loops, reduce_dtype=reduce_dtype):
         masters /= mesh.size  # all but norms and biases, which are few
         # To add up microbatches' takes about what whole ones take (two H200s, from a cache: 37.06
         # GB of 38.02 planned).
@@ -109,21 +105,21 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         resident[f"teacher, {kind.resident or dtype}"] = kind.resident_bytes(
             pair.teacher, pair.vocabulary.width, dtype, mesh
         )
-    if lora is not None and not shares_base(config, pair, kind):
-        weights = RUNNING[config.student.lora.weights]
-        dtype, rows = config.train.compute_dtype, pair.student.spec.vocab_size
+    if form.weights and not shares_base(config, pair, kind):
+        weights = RUNNING[form.weights]
+        dtype, rows = form.base_dtype(config.train.compute_dtype), pair.student.spec.vocab_size
         resident[f"student, {weights.resident or dtype}"] = weights.resident_bytes(
             pair.student.base, rows, dtype, mesh
         )
     resident |= {
-        f"{beside}, float32" if beside else "student, float32 masters": masters,
+        form.title: masters,
         f"optimizer moments, {config.optim.moment_dtype}": moments * share,
     }
-    if config.student.quantize:
-        form = choose_form(config.student.quantize, pair.student.spec)
-        scales = count_bytes(jax.eval_shape(form.begin, shapes))
+    if seen := form.shape_seen(pair.student):
+        scales = form.count_kept(pair.student)
         saved += scales
-        resident |= {"student, rounded, float32": whole, "its scales": scales * share}
+        resident["student, rounded, float32"] = sharding.tree_bytes(seen, mesh)
+        resident["its scales"] = scales * share
     limit = share_memory(devices)
     flops = count_step_flops(config, pair, kind, kind.flop_rate)
     plan = Plan(
@@ -144,13 +140,15 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
 
 def shares_base(config: Config, pair: Pair, kind: TeacherKind) -> bool:
     """Whether a frozen student and its teacher share their arrays on the devices."""
-    teacher, base = pair.teacher, pair.student.base
+    teacher, base, form = pair.teacher, pair.student.base, form_of(config.student)
+    if not form.weights:  # a block that drafts trains next to its teacher's own layers
+        return form.freezes
     if teacher is None or teacher.adapters is not None or not kind.runs:
         return False
     files = [[path.resolve() for path in x.table.paths] for x in (teacher, base)]
     same = files[0] == files[1] and teacher.spec == base.spec
-    same &= kind.name == config.student.lora.weights
-    same &= config.teacher.param_dtype == config.train.compute_dtype
+    same &= kind.name == form.weights
+    same &= config.teacher.param_dtype == form.base_dtype(config.train.compute_dtype)
     return same and pair.vocabulary.width == base.spec.vocab_size
 
 
@@ -162,13 +160,9 @@ def count_step_flops(
     The teacher's are divided by `teacher_rate`, how many of them take as long as one of bf16's.
     Frozen parameters have no gradient; those of activations count in all layers.
     """
-    forward = pair.student.spec.forward_flops(config.data.seq_len)
-    trained = 0.0  # the share of the bytes that have a gradient; adapters are few
-    if not config.student.lora.rank:
-        trained = _count_trained(config.optim, pair.student.spec)
-    flops = (2 + trained) * forward
-    if config.student.block:  # the layers run once more, without the head
-        flops = forward + _count_block(pair.student.spec, config.data.seq_len)
+    spec = pair.student.spec
+    trained = _count_trained(config.optim, spec)
+    flops = form_of(config.student).count_flops(spec, config.data.seq_len, trained)
     if pair.teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
         return flops
     teacher = kind.flops(pair.teacher, pair.vocabulary.width, config.data.seq_len)
@@ -193,14 +187,6 @@ def _count_trained(asked: OptimConfig, spec: ArchSpec) -> float:
     shapes = functional(spec, Compute())[1]
     trained = leave_out(shapes, _prepare_optimizer(asked, spec, shapes)[1])
     return count_bytes(trained) / count_bytes(shapes)
-
-
-def _count_block(spec: ArchSpec, length: int) -> float:
-    """FLOP a token of the drafting block, both ways; the head has no gradient."""
-    leaves = jax.tree.leaves(shape_block(spec))
-    products = sum(x.size for x in leaves if len(x.shape) > 2)
-    scores = 2.0 * spec.num_heads * spec.head_dim * length
-    return 3 * (2.0 * products + scores) + 2.0 * spec.vocab_size * spec.hidden_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,22 +236,15 @@ class _Temporaries:
         return jnp.dtype(self.config.teacher.param_dtype).itemsize if self.kind.decodes else 0
 
     @property
-    def _frozen(self) -> bool:
-        """Whether the student is frozen: adapters train, or the drafting block."""
-        return self.config.student.lora.rank > 0 or bool(self.config.student.block)
-
-    @property
-    def _adapted(self) -> tuple[Lora, TeacherKind] | None:
-        """Adapters, and how their base is stored."""
-        lora = open_adapters(self.config.student.lora, self.pair.student)
-        return lora and (lora, RUNNING[self.config.student.lora.weights])
+    def _form(self) -> Form:
+        return form_of(self.config.student)
 
     @property
     def _made_head(self) -> int:
         """Bytes of a number of the student's head as made for products; 0 where it is kept so."""
-        if self._adapted is None:
+        if not self._form.low_rank:
             return self._size
-        base, tied = self._adapted[1], self.pair.student.spec.tied
+        base, tied = RUNNING[self._form.weights], self.pair.student.spec.tied
         # The embedding of float8 weights is numbers.
         kept = isinstance(base, Dense) or (isinstance(base, Float8) and tied)
         return 0 if kept else self._size
@@ -273,13 +252,7 @@ class _Temporaries:
     @property
     def _trained(self) -> ArchSpec:
         """Architecture of the layers with a backward pass: the student's, or the block's."""
-        spec = self.pair.student.spec
-        if not self.config.student.block:
-            return spec
-        attends = next(layer for layer in spec.layers if not layer.delta)
-        return dataclasses.replace(
-            spec, layers=(attends,), delta_key_heads=0, delta_value_heads=0, drafts=0
-        )
+        return self._form.list_backward(self.pair.student.spec)
 
     @property
     def _tensor(self) -> int:
@@ -354,13 +327,14 @@ class _Temporaries:
     def _keep(self, positions: Size) -> Size:
         """Counts what the backward pass keeps of the forward pass."""
         student, remat = self.pair.student.spec, self.config.student.remat
-        sizes = "none" if self.config.student.block else remat, self._size, self._tensor
-        if adapted := self._adapted:
+        form, sizes = self._form, (self._form.choose_remat(remat), self._size, self._tensor)
+        if form.low_rank:
+            adapted = form.shapes(self.pair.student), RUNNING[form.weights]
             kept = positions * _keep_beside_adapters(student, *sizes, *adapted)
         else:
             rule = self._kept_rule(self._trained)
             kept = positions * _keep_a_position(self._trained, *sizes, rule)
-        if remat == "none" and not self._frozen:
+        if remat == "none" and form.casts:
             # And weights as cast for the products; that of the head is counted where it is used.
             kept += self._size * student.num_layers * count_layer(student) / self._tensor
         return kept
@@ -372,7 +346,7 @@ class _Temporaries:
         alone = self.platform == "gpu" and self._tensor == 1
         made = _count_divergence(self.config.loss.divergence, self._size)
         logits = 4 + self.kind.logit_bytes + made + (0 if alone else 4)
-        parts = self._heads(positions, logits, gradient=0 if self._frozen else 4)
+        parts = self._heads(positions, logits, gradient=0 if self._form.freezes else 4)
         if self._on_cpu:  # XLA holds them on a GPU too, where the other parts make up for it
             student = self.pair.student.spec
             layers = 4 * student.num_layers * count_layer(student)
@@ -383,12 +357,12 @@ class _Temporaries:
         """Counts what the student's backward pass makes."""
         student = self.pair.student.spec
         whole = student.vocab_size * student.hidden_size  # its gradient, before it is scattered
-        adapts = self.config.student.lora.rank > 0
+        form = self._form
         return {
             "gradients": self.gradients,
             "student's layer": self._layer(positions),
-            "embedding, gathered": whole * (0 if self._frozen else self._gathered_masters),
-            "a frozen layer": adapts * count_layer(student) * self._size,
+            "embedding, gathered": whole * (0 if form.freezes else self._gathered_masters),
+            "a frozen layer": form.low_rank * count_layer(student) * self._size,
         }
 
     def _teacher_forward(self, rows: int, length: int) -> dict[str, Size]:
@@ -511,7 +485,7 @@ def _keep_a_position(spec: ArchSpec, remat: str, size: int, tensor: int, rule: S
 
 
 def _keep_beside_adapters(
-    spec: ArchSpec, remat: str, size: int, tensor: int, lora: Lora, base: TeacherKind
+    spec: ArchSpec, remat: str, size: int, tensor: int, adapters: Params, base: TeacherKind
 ) -> Size:
     """Bytes that a frozen student keeps: only the gradients of A read the inputs of its matrices.
 
@@ -520,8 +494,10 @@ def _keep_beside_adapters(
     """
     d, f = spec.hidden_size, spec.mlp_width / tensor
     q, kv = (n * spec.head_dim / tensor for n in (spec.num_heads, spec.num_kv_heads))
-    names, loops = {path[-2] for path in lora.targets}, not isinstance(base, Dense)
-    low = lora.rank * len(names)  # x A^T
+    flat = flatten_dict(adapters)
+    narrow = {path[-3]: x.shape[-2] for path, x in flat.items() if path[-1] == "a"}
+    names, loops = set(narrow), not isinstance(base, Dense)
+    low = sum(narrow.values())  # x A^T
     if remat == "full":
         numbers = d
     elif remat == "dots":

@@ -15,10 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
-from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -41,26 +39,22 @@ from kdjax.losses.kd import KDLoss, Schedules
 from kdjax.losses.layers import ExtraSums, LayerLoss
 from kdjax.losses.positions import EvalSums
 from kdjax.losses.topk import TopEvalSums
-from kdjax.models.adapters import Lora, split_adapters
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
-from kdjax.models.draft_functions import DraftFunctions
 from kdjax.models.model import Model
 from kdjax.models.shards import Spread, sum_rows
-from kdjax.models.weights import name_numbers
+from kdjax.training.batches import check_ids, complete_batch, read_ids, refuse_counted
 from kdjax.training.extra import begin_projections, choose_losses, list_names, read_states
-from kdjax.training.forms import PLAIN, Adapting, Drafting, Form, choose_form
+from kdjax.training.forms import PLAIN, Form, check_form, choose_form
 from kdjax.training.heldout import held_out
 from kdjax.training.pair import Vocabulary, refuse_same, share_vocabulary
-from kdjax.training.several import Arrays, Teachers, name_arrays, spread_weights
+from kdjax.training.several import Arrays, Teachers, name_arrays
 from kdjax.training.teachers import (
-    APART,
     SCHEDULED,
     Batch,
     Dense,
     NoTeacher,
     RunningTeacher,
     TeacherKind,
-    refuse_odd,
 )
 from kdjax.training.trained import (
     TrainedLayers,
@@ -70,7 +64,6 @@ from kdjax.training.trained import (
     list_paths,
     put_back,
     train_only,
-    zeros_for,
 )
 
 Mean = tuple[Any, Any]  # a sum and its count, float32 scalars: divided last
@@ -115,7 +108,7 @@ class StepMetrics:
     divergence: Mean | None  # at the loss's temperature, without T^2; None: alpha is 1
     grad_norm: Mean  # of what is trained, before clipping, over steps
     extra: dict[str, Mean] | None = None  # of layer losses, without their weights
-    outside: Any = None  # what `_refuse_counted` takes; None: the host has looked, nothing is odd
+    outside: Any = None  # what `refuse_counted` takes; None: the host has looked, nothing is odd
 
     def __add__(self, other: "StepMetrics") -> "StepMetrics":
         counts = [x.outside for x in (self, other) if x.outside is not None]
@@ -129,7 +122,7 @@ class StepMetrics:
         Raises `UserError` if a batch on the devices had ids outside the vocabulary.
         """
         figures: StepMetrics = jax.device_get(self)
-        _refuse_counted(figures.outside)
+        refuse_counted(figures.outside)
         pairs = {field.name: getattr(figures, field.name) for field in dataclasses.fields(figures)}
         del pairs["outside"]
         pairs |= pairs.pop("extra") or {}
@@ -285,23 +278,21 @@ def _sum_gradients(
 
 
 def kd_step(
-    state: TrainState, teacher: Params, batch: Batch, base: Params | None = None, *, spec: StepSpec
+    state: TrainState, teacher: Params, batch: Batch, base: Params, *, spec: StepSpec
 ) -> tuple[TrainState, StepMetrics]:
     """One optimizer step: the next state, and the step's figures.
 
-    `base` is the frozen part of a student with adapters.
+    `base` is the part of the student that is never trained, {} of most forms.
     """
     _refuse_other(spec.shapes, teacher)
     if spec.schedules is not None:
         batch = batch | _read_schedules(spec.schedules, state.step, batch)
     form, kept = spec.form, getattr(state, "kept", None)
-    kept = base if kept is None else kept
-    seen = form.see(kept, state.params)  # once a step, whatever microbatches and remat repeat
+    seen = form.see(base, kept, state.params)  # once a step, whatever microbatches and remat repeat
     extra = getattr(state, "extra", None)
     grads, sums, count = kd_gradients(_join(seen, extra), teacher, batch, spec)
     moved = grads.pop(_EXTRA, None)
-    grads = zeros_for(form.masters(grads), spec.frozen, state.params)
-    whole = form.pull(kept, state.params, seen, grads)
+    whole = form.pull(base, kept, state.params, seen, grads, spec.frozen)
     whole, masters = _join(whole, moved), _join(state.params, extra)
     grads = leave_out(whole, spec.frozen)
     updates, opt_state = spec.tx.update(whole, state.opt_state, masters)
@@ -315,7 +306,7 @@ def kd_step(
         grad_norm=(optax.tree.norm(grads), jnp.ones((), jnp.float32)),
         extra=others or None,
     )
-    return _state(state.step + 1, params, opt_state, None if base else kept, extra), metrics
+    return _state(state.step + 1, params, opt_state, kept, extra), metrics
 
 
 def _list_shapes(tree: Params) -> dict[str, Any]:
@@ -372,10 +363,11 @@ def init_state(
     params: Params,
     tx: optax.GradientTransformation,
     form: Form = PLAIN,
+    base: Params | None = None,
     extra: Params | None = None,
 ) -> TrainState:
     """The state before the first step; `extra` are projections of layer losses."""
-    opt_state, kept = tx.init(_join(params, extra)), form.begin(params)
+    opt_state, kept = tx.init(_join(params, extra)), form.begin(base or {}, params)
     return _state(jnp.zeros((), jnp.int32), params, opt_state, kept, extra)
 
 
@@ -386,6 +378,7 @@ def state_shardings(
     *,
     split: bool = False,
     form: Form = PLAIN,
+    base: Params | None = None,
 ) -> TrainState:
     """Parameters by the rules, moments of their shapes beside them, everything else replicated.
 
@@ -410,7 +403,8 @@ def state_shardings(
         transform_non_params=lambda _: everywhere,
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
-    kept = form.place(getattr(abstract, "kept", None), params)
+    seen = form.spread(base or {}, params, placement.mesh)
+    kept = form.place(getattr(abstract, "kept", None), seen)
     return _state(everywhere, params, opt_state, kept, extra)
 
 
@@ -449,14 +443,14 @@ class Step:
         and not kept, but for the frozen base of adapters. Each device of several runs its own rows,
         as these arrays lie. With `split` each keeps a part of masters and moments, see
         `sharding.splits_state`."""
-        self.base = spec.form.base(params)
-        shapes = jax.eval_shape(lambda tree: tree, spec.form.masters(params))
+        form, self.base = spec.form, spec.form.base(params)
+        shapes = jax.eval_shape(lambda tree: tree, form.masters(params))
         self.placement = placement
         both: Any = spec.student, params, spec.teacher, teacher
         self._extra: Any = (spec.extra and begin_projections(spec.extra, *both)) or None
-        begin = functools.partial(init_state, tx=spec.tx, form=spec.form, extra=self._extra)
+        begin = functools.partial(init_state, tx=spec.tx, form=form, extra=self._extra)
         try:
-            self.abstract = jax.eval_shape(begin, shapes)
+            self.abstract = jax.eval_shape(begin, shapes, base=self.base)
         except (KeyError, TypeError, ValueError) as error:
             if self._extra is None:
                 raise
@@ -466,19 +460,17 @@ class Step:
                 f"extra losses ({str(error).splitlines()[0][:80]})."
             ) from error
         self.shardings = state_shardings(
-            self.abstract, spec.tx, placement, split=split, form=spec.form
+            self.abstract, spec.tx, placement, split=split, form=form, base=self.base
         )
-        spreads = None
+        spreads, places = None, form.spread(self.base, self.shardings.params, placement.mesh)
         if not placement.alone:
-            dtype, places = _compute_dtype(spec.student), self.shardings.params
-            if self.base is not None:  # whose float32 arrays are scales, to travel as they are
-                dtype, places = None, spec.form.see(self.base, places)
-            places = _join(places, getattr(self.shardings, "extra", None))
-            of_student = Spread.of(places, placement, dtype)
+            dtype = form.send_as(_compute_dtype(spec.student))
+            of_student = Spread.of(
+                _join(places, getattr(self.shardings, "extra", None)), placement, dtype
+            )
             spreads = of_student, Spread.of(teacher or {}, placement)
         frozen = find_frozen(spec.tx, _join(shapes, self._extra))
-        if self.base is not None:
-            frozen |= frozenset(list_paths(self.base))
+        frozen |= form.list_frozen(self.base, shapes)
         head = dataclasses.replace(spec.head, frozen=_is_head_frozen(spec.student, params, frozen))
         known = _list_shapes(teacher or {})
         spec = dataclasses.replace(spec, spreads=spreads, frozen=frozen, head=head, shapes=known)
@@ -487,33 +479,27 @@ class Step:
         everywhere = replicated(placement.mesh)
         self._outside: list[Any] = []  # counts of ids in earlier batches, not yet looked at
         self._read_ids = jax.jit(
-            functools.partial(_read_ids, head=spec.head),
+            functools.partial(read_ids, head=spec.head),
             out_shardings=(batch_sharding(placement.mesh),) * 2 + (everywhere,),
         )
-        self.train: Any = jax.jit(
+        self.jitted: Any = jax.jit(
             functools.partial(kd_step, spec=spec),
             donate_argnums=0,
             out_shardings=(self.shardings, everywhere),
             compiler_options=options,
         )
-        self.jitted, self.fixed = self.train, {}
-        if self.base is not None:
-            self.fixed = {"base": self.base}
-            self.train = functools.partial(self.jitted, **self.fixed)
+        self.fixed = {"base": self.base}
+        self.train: Any = functools.partial(self.jitted, **self.fixed)
         self.sum_evaluation: Any = jax.jit(
             functools.partial(eval_step, spec=spec),
             out_shardings=everywhere,
             compiler_options=options,
         )
-        self._see = jax.jit(spec.form.see, out_shardings=self.shardings.params)
+        self._see, self._pack = form.compile(form.see, places), form.compile(form.pack)
 
     def see(self, state: TrainState) -> Params:
         """Parameters that the forward pass computes with; they are also judged and exported."""
-        if self.spec.form is PLAIN:
-            return state.params
-        if self.base is not None:
-            return self.spec.form.see(self.base, state.params)
-        return self._see(getattr(state, "kept", None), state.params)
+        return self._see(self.base, getattr(state, "kept", None), state.params)
 
     def add_extra(self, params: Params, state: TrainState) -> Params:
         """Parameters as `sum_evaluation` takes them: with projections of layer losses, if any."""
@@ -524,9 +510,7 @@ class Step:
 
         kdjax.export_gguf(student.replace(params=step.pack(state)), "student.gguf")
         """
-        if self.base is not None:
-            return self.see(state)
-        return jax.jit(self.spec.form.pack)(getattr(state, "kept", None), state.params)
+        return self._pack(self.base, getattr(state, "kept", None), state.params)
 
     def init(self, params: Params, *, donate: bool = False) -> TrainState:
         """The state before the first step, from a copy of `params`: the model stays whole.
@@ -542,10 +526,10 @@ class Step:
         params = self.spec.form.masters(params)
         _refuse_other(_list_shapes(self.abstract.params), params, "student")
 
-        def begin(params: Params) -> TrainState:
+        def begin(params: Params, base: Params) -> TrainState:
             if not donate:  # jit hands an argument that it only passes on back as it is
                 params = jax.tree.map(jnp.copy, params)
-            return init_state(params, self.spec.tx, self.spec.form, self._extra)
+            return init_state(params, self.spec.tx, self.spec.form, base, self._extra)
 
         # Whole arrays of which a device keeps a part cannot become that part.
         placed = jax.tree.map(
@@ -554,7 +538,8 @@ class Step:
             self.shardings.params,
         )
         donated = (0,) if donate and jax.tree.all(placed) else ()
-        return jax.jit(begin, out_shardings=self.shardings, donate_argnums=donated)(params)
+        begun = jax.jit(begin, out_shardings=self.shardings, donate_argnums=donated)
+        return begun(params, self.base)
 
     def __call__(
         self, state: TrainState, teacher: Arrays, batch: Any
@@ -604,7 +589,7 @@ class Step:
         ready = [x for x in self._outside if x.is_ready()]
         self._outside = [x for x in self._outside if not x.is_ready()]
         for count in ready:
-            _refuse_counted(count)
+            refuse_counted(count)
         ids = [whole[name] for name in ("tokens", "labels", "weights")]
         outside = None
         on_devices = any(isinstance(x, jax.Array) for x in ids)
@@ -618,7 +603,7 @@ class Step:
         if on_devices:
             whole["labels"], whole["weights"], outside = self._read_ids(*ids)
         else:
-            whole["labels"], whole["weights"] = _check_ids(*ids, head=self.spec.head)
+            whole["labels"], whole["weights"] = check_ids(*ids, head=self.spec.head)
         on_host = {k: v for k, v in whole.items() if not isinstance(v, jax.Array)}
         placed = whole | put_batch(on_host, mesh)
         odd = self.spec.kind.check_columns(whole, placed, self.spec.head)
@@ -636,124 +621,6 @@ def refuse_donated(state: TrainState) -> None:
             "found a state that an earlier step has taken (its arrays are donated); expected the "
             "state which that step returned: `state, metrics = step(state, ...)`."
         )
-
-
-IGNORED = -100  # a label that does not train, to PyTorch's cross-entropy and to Transformers
-_IDS, _COLUMNS = ("tokens", "labels"), ("segment_ids", "positions", "weights")
-_WEIGHTS = "weights", *APART
-
-
-def _read_ids(
-    tokens: Any, labels: Any, weights: Any, *, head: HeadSpec
-) -> tuple[Array, Array, Array]:
-    """Labels and weights with `IGNORED` left out, and how many ids are outside the vocabulary.
-
-    Labels of weight 0 may be any. For NumPy arrays and within `jax.jit`.
-    """
-    weights = jnp.where(labels == IGNORED, 0, weights).astype(jnp.float32)
-    odd = [(tokens < 0) | (tokens >= head.width), (labels < 0) | (labels >= head.real_vocab)]
-    outside = sum(jnp.sum(x, dtype=jnp.int32) for x in (odd[0], odd[1] & (weights != 0)))
-    return jnp.where(odd[1], 0, labels), weights, jnp.asarray(outside)
-
-
-def _check_ids(
-    tokens: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, head: HeadSpec
-) -> tuple[np.ndarray, np.ndarray]:
-    """Reads ids of host arrays as `_read_ids` does; raises `UserError` naming the first outside."""
-
-    def outside(ids: np.ndarray, size: int) -> np.ndarray:
-        inside = not ids.size or 0 <= ids.min() <= ids.max() < size
-        return np.zeros((), bool) if inside else (ids < 0) | (ids >= size)
-
-    given = labels
-    odd = {"tokens": outside(tokens, head.width), "labels": outside(labels, head.real_vocab)}
-    if odd["labels"].any():
-        weights = np.where(labels == IGNORED, 0, weights)
-        odd["labels"], labels = odd["labels"] & (weights != 0), np.where(odd["labels"], 0, labels)
-    for name, where in odd.items():
-        if where.any():
-            row, at = np.argwhere(where)[0]
-            found = {"tokens": tokens, "labels": given}[name][row, at]
-            _refuse_outside(int(where.sum()), f" ({name}[{row}, {at}] is {found})")
-    return labels, weights
-
-
-def _refuse_outside(count: Any, example: str = "") -> None:
-    """Raises `UserError` if there are any such ids."""
-    if count:
-        raise UserError(
-            f"found {count} ids outside the vocabulary in a batch{example}; expected tokens and "
-            f"labels of the student's tokenizer, and labels of {IGNORED} where none is trained on."
-        )
-
-
-def _refuse_counted(counts: Any) -> None:
-    """Raises `UserError` for what the devices counted: ids outside, and, with a teacher in the
-    batch, positions where it is impossible."""
-    outside, *odd = np.ravel(0 if counts is None else counts)
-    _refuse_outside(int(outside))
-    refuse_odd(sum(map(int, odd)))
-
-
-def complete_batch(batch: Any) -> dict[str, Any]:
-    """`tokens` and `labels` `[B, T]`, with what is left out of the other columns filled in.
-
-    segment_ids: 1 everywhere (0 is padding). positions: from 0 in each run of one segment. weights:
-    1 where the label belongs to the same segment; the last label of a row does. Lists become
-    arrays.
-    Raises `UserError` for a batch without tokens or labels, or of columns of other shapes or types.
-    """
-    if not isinstance(batch, Mapping):
-        raise UserError(
-            f"found a batch of type {type(batch).__name__}; expected a dict of arrays [B, T] with "
-            "tokens and labels."
-        )
-    lacking = [name for name in _IDS if name not in batch]
-    if lacking:
-        raise UserError(f"the batch has no {' and no '.join(lacking)}; found {sorted(batch)}.")
-    columns = {name: _as_array(name, batch[name]) for name in batch if name != "row_ids"}
-    shape = tuple(columns["tokens"].shape)
-    columns = spread_weights(columns)
-    odd = {name: tuple(x.shape) for name, x in columns.items() if tuple(x.shape[:2]) != shape}
-    if odd or len(shape) != 2:
-        raise UserError(f"the batch's tokens are {shape}, expected [B, T]; other shapes: {odd}.")
-    for name in {*_IDS, *_COLUMNS, *APART} & columns.keys():
-        columns[name] = _as_type(name, columns[name])
-    if not columns.keys() >= set(_COLUMNS):
-        segments = np.asarray(columns.setdefault("segment_ids", np.ones(shape, np.int32)))
-        at = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-        begins = np.diff(segments, axis=1, prepend=segments[:, :1]) != 0
-        starts = np.maximum.accumulate(np.where(begins, at, 0), axis=1)
-        same = np.diff(segments, axis=1, append=segments[:, -1:]) == 0
-        columns.setdefault("positions", at - starts)
-        columns.setdefault("weights", (same & (segments != 0)).astype(np.float32))
-    return columns
-
-
-def _as_array(name: str, column: Any) -> Any:
-    if isinstance(column, jax.Array | np.ndarray):
-        return column
-    try:
-        return np.asarray(column)
-    except ValueError:
-        raise UserError(
-            f"the batch's {name} are lists of different lengths; expected an array [B, T]: pad the "
-            "rows, with segment 0 or labels of -100."
-        ) from None
-
-
-def _as_type(name: str, column: Any) -> Any:
-    """int32 of whole numbers, float32 of weights; raises `UserError` for another type."""
-    if name in _WEIGHTS:
-        return column.astype(np.float32) if column.dtype != np.float32 else column
-    if column.dtype == np.int32:
-        return column
-    if not jnp.issubdtype(column.dtype, jnp.integer):
-        raise UserError(f"the batch's {name} are {column.dtype}; expected whole numbers, int32.")
-    limits = np.iinfo(np.int32)
-    if isinstance(column, np.ndarray):  # so that no id becomes another one
-        column = np.clip(column, limits.min, limits.max)
-    return column.astype(np.int32)
 
 
 # What these arguments of `make_step` and `distill` are, and the words for it.
@@ -779,9 +646,7 @@ def make_step(
     chunk_tokens: int = 1024,
     reduce_dtype: str = "float32",
     kind: TeacherKind | None = None,
-    vocabulary: Vocabulary | None = None,
-    quantize: str = "",
-    imatrix: str = "",
+    form: Form | None = None,
     trainable: str | Sequence[str] = "",
     extra: LayerLoss | Sequence[LayerLoss] = (),
     allow_degenerate: bool = False,
@@ -794,11 +659,9 @@ def make_step(
     With a `TeacherInBatch` there is no model of it: `teacher` is None, here and in each step.
     Of several teachers, `[a, b]`, the student learns a mixture, as `Teachers` says; a step takes
     `[a.params, b.params]`, and weighs them by the batch's `teacher_weights` unless the kind does.
-    `quantize` rounds the student to block types once a step, as a GGUF file will have it: a recipe
-    of `export_gguf`, or types by name (`recipes.split_types`); gradients move the masters. Scales
-    are fitted once, at the start; errors count there by the importance of `imatrix`, a file of
-    llama-imatrix, if given.
-    `vocabulary` is that of models already proven to fit; the student's parameters may be shapes.
+    `form` says what trains and what the forward pass sees: `Rounded("q4_0")` rounds the student to
+    the blocks of a GGUF file. By default (None) a student with adapters trains these (`Adapters`),
+    one of `take_block` its block (`DraftBlock`), any other all of its parameters.
     `trainable` names the parameters that are trained, as `trained.choose_layers` takes them
     (default: those that the optimizer moves). `extra` are losses of layers beside `loss`, one or
     several of other names, see `LayerLoss`; their projections are in the state, and move as well.
@@ -810,52 +673,59 @@ def make_step(
         state = step.init(student.params)
         state, metrics = step(state, teacher.params, {"tokens": ids[:, :-1], "labels": ids[:, 1:]})
     """
-    for name, value in (("loss", loss), ("optimizer", optimizer)):
-        check_kind(name, value, *PARTS[name])
-    if microbatches < 1:
-        raise UserError(f"found microbatches={microbatches}; expected 1 or more.")
+    _check_arguments(loss, optimizer, microbatches)
+    models = _list_models(teacher)
+    form = choose_form(form, student)
+    for model in () if allow_degenerate or form.learns(student.params) else models:
+        refuse_same(model, student)
+    # The same of all teachers: the student's own.
+    vocabulary, *_ = [share_vocabulary(student, model) for model in models or [None]]
+    return assemble_step(
+        student,
+        teacher,
+        vocabulary,
+        loss,
+        optimizer,
+        microbatches=microbatches,
+        chunk_tokens=chunk_tokens,
+        reduce_dtype=reduce_dtype,
+        kind=kind,
+        form=form,
+        trainable=trainable,
+        extra=extra,
+    )
+
+
+def assemble_step(
+    student: Model,
+    teacher: Model | Sequence[Model | None] | None,
+    vocabulary: Vocabulary,
+    loss: KDLoss,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatches: int = 1,
+    chunk_tokens: int = 1024,
+    reduce_dtype: str = "float32",
+    kind: TeacherKind | None = None,
+    form: Form | None = None,
+    trainable: str | Sequence[str] = "",
+    extra: LayerLoss | Sequence[LayerLoss] = (),
+) -> Step:
+    """As `make_step`, of models that are proven to share `vocabulary`.
+
+    The student's parameters may be shapes.
+    """
+    _check_arguments(loss, optimizer, microbatches)
+    models = _list_models(teacher)
     several = list(teacher) if isinstance(teacher, Sequence) else None
-    models = [m for m in (several or [teacher]) if isinstance(m, Model)]
-    if kind is None and several is not None:
-        kind = Teachers(tuple(Dense() for _ in several))
-    kind = kind or (Dense() if teacher else NoTeacher())
-    _check_kinds(kind, several)
+    kind = _choose_kind(kind, teacher)
     if not models and not kind.in_batch and loss.alpha != 1:
         raise UserError(f"found no teacher and alpha={loss.alpha}; without one alpha must be 1.")
     kind.check_loss(loss)
     loss, schedules = loss.settle()
     placement = _share_placement(student, models)
-    lora = Lora.of_params(student.params)
-    form = choose_form(quantize, student.spec, imatrix=imatrix)
-    if lora is not None:
-        for name, asked in (("quantize", quantize), ("trainable", trainable)):
-            if asked:
-                raise UserError(
-                    f"found {name}={asked!r} for a student with adapters; expected none: they are "
-                    "what is trained, beside a base that stays as it is. Leave it out."
-                )
-        form = Adapting(lora)
-    if block := isinstance(student.functions, DraftFunctions):
-        if quantize:
-            raise UserError(
-                f"found quantize={quantize!r} for a block that drafts; expected none: it trains as "
-                "numbers beside layers that stay as they are stored. Leave it out."
-            )
-        form = Drafting()
-    dtypes = {x.dtype for x in jax.tree.leaves(form.masters(student.params))}
-    odd = {t for t in dtypes if t.itemsize == 1 or not jnp.issubdtype(t, jnp.floating)}
-    if odd:
-        held = ", ".join(sorted(name_numbers(t) for t in odd))
-        raise UserError(
-            f"the student {student.source} holds {held} weights, which no gradient reaches. "
-            'Load it with dtype="float32" and weights="dense".'
-        )
-    # A rounded student can learn, and one whose adapters have.
-    if not (allow_degenerate or quantize or block or _has_learned(student, lora)):
-        for model in models:
-            refuse_same(model, student)
-    if vocabulary is None:  # the same of all: the student's own
-        vocabulary, *_ = [share_vocabulary(student, model) for model in models or [None]]
+    form = choose_form(form, student)
+    check_form(form, student, trainable=trainable)
     head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
     optimizer, layers = train_only(optimizer, form.masters(student.params), student.spec, trainable)
     functions: Any = models[0].functions if models else None
@@ -879,12 +749,29 @@ def make_step(
     return Step(spec, student.params, placement, arrays, split=_splits(spec, placement))
 
 
-def _has_learned(student: Model, lora: Lora | None) -> bool:
-    """Whether it is more than its base: where B is zero it is not."""
-    if lora is None:
-        return False
-    flat = flatten_dict(split_adapters(student.params)[1])
-    return any(path[-1] == "b" and bool(jnp.any(x != 0)) for path, x in flat.items())
+def _check_arguments(loss: Any, optimizer: Any, microbatches: int) -> None:
+    for name, value in (("loss", loss), ("optimizer", optimizer)):
+        check_kind(name, value, *PARTS[name])
+    if microbatches < 1:
+        raise UserError(f"found microbatches={microbatches}; expected 1 or more.")
+
+
+def _list_models(teacher: Model | Sequence[Model | None] | None) -> list[Model]:
+    """The teachers that are models, one or several."""
+    several = list(teacher) if isinstance(teacher, Sequence) else [teacher]
+    return [model for model in several if isinstance(model, Model)]
+
+
+def _choose_kind(
+    kind: TeacherKind | None, teacher: Model | Sequence[Model | None] | None
+) -> TeacherKind:
+    """The kind of the teacher: a dense one by default, or as many as there are models."""
+    several = list(teacher) if isinstance(teacher, Sequence) else None
+    if kind is None and several is not None:
+        kind = Teachers(tuple(Dense() for _ in several))
+    kind = kind or (Dense() if teacher else NoTeacher())
+    _check_kinds(kind, several)
+    return kind
 
 
 def _splits(spec: StepSpec, placement: Placement) -> bool:

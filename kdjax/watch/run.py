@@ -22,6 +22,7 @@ from kdjax.hub import fetch_files
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.layers import LayerLoss
 from kdjax.models.decoder import DecoderFunctions
+from kdjax.training.forms import form_of
 from kdjax.training.hooks import Hook, StepRecord
 from kdjax.training.inputs import check_finished
 from kdjax.training.job import Job, assemble, survey
@@ -163,10 +164,10 @@ def make_hooks(
     """
     config, workdir = job.config, job.workdir
     hooks: list[Hook] = [NonFiniteGuard(workdir, jax.process_index()), *job.own.hooks]
-    # A rounded student learns to predict this in spite of its rounding.
-    alike = config.teacher.allow_degenerate or config.loss.alpha == 1 or config.student.quantize
-    alike = alike or config.student.block  # which may draft well before it has learned more
-    if not alike:
+    form = form_of(config.student)
+    # Of a form that differs from its file this file may be the teacher, and a block that drafts may
+    # do it well before it has learned more.
+    if not (config.teacher.allow_degenerate or config.loss.alpha == 1 or form.differs):
         hooks.append(NoSignalGuard())
     first = jax.process_index() == 0
     if first:
@@ -183,7 +184,7 @@ def make_hooks(
         hooks.append(writers.TensorBoard(workdir))
     if first and config.log.wandb_project:
         hooks.append(writers.WeightsAndBiases(config.log.wandb_project, workdir))
-    writes = isinstance(job.step.spec.student, DecoderFunctions) and not config.student.block
+    writes = isinstance(job.step.spec.student, DecoderFunctions) and form.writes
     if config.eval.samples and writes:
         student, placement = job.step.spec.student, job.step.placement
         samples = job.teacher, job.pair.tokenizer, job.rows.heldout, placement

@@ -16,9 +16,10 @@ from kdjax.data.text import split_sources
 from kdjax.errors import CheckError, UserError, suggest_path
 from kdjax.formats import TensorTable, content_hash, open_table
 from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, saved_steps
+from kdjax.training.forms import form_of
 from kdjax.training.identity import identify, list_differences
 from kdjax.training.inputs import hash_imatrix, hash_text
-from kdjax.training.pair import begin_beside, find_self, open_student
+from kdjax.training.pair import open_student
 from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
@@ -155,7 +156,7 @@ class _Recheck:
             cached = self.config.teacher.cache
             return f"none: {'what it said is cached' if cached else 'trained on the text alone'}"
         if path == SELF:
-            teacher = find_self(self.config, open_student(self.config))
+            teacher = form_of(self.config.student).find_start(open_student(self.config))
             return self._recheck_model("teacher", teacher.table)
         return self._recheck_model("teacher", open_table(path))
 
@@ -248,7 +249,7 @@ class _Recheck:
             _expect("parameters of sha256", digest.hexdigest(), output["params_sha256"])
             return f"a module of your own, what it began with is not kept; {digest.hexdigest()}"
         student, init, seed = open_student(config), config.student.init, config.train.seed
-        begun = begin_beside(config, student)
+        begun = form_of(config.student).draw(student, seed)
         changed = changed_tensors(
             read_params(), student.table, student.spec, init=init, seed=seed, begun=begun
         )

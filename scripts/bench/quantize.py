@@ -48,7 +48,7 @@ from kdjax.formats.blocks import is_cut
 from kdjax.formats.imatrix import write_importance
 from kdjax.models.importance import sum_squares
 from kdjax.models.model import Model
-from kdjax.training.forms import Rounded, choose_form
+from kdjax.training.forms import Rounded
 from kdjax.training.heldout import held_out
 from kdjax.training.inputs import prepare
 from kdjax.training.step import Step
@@ -137,28 +137,34 @@ class Learned(Rounded):
         zeros = {path: _sum_blocks(jnp.zeros_like(flat[path])) for path, _ in self.types}
         return {**params, _FACTORS: unflatten_dict(zeros)}
 
-    def begin(self, params: Any) -> Any:
+    def begin(self, base: Any, masters: Any) -> Any:
         """See `Rounded`."""
-        return super().begin(_drop_factors(params))
+        return super().begin(base, _drop_factors(masters))
 
-    def see(self, kept: Any, params: Any) -> Any:
+    def spread(self, base: Any, masters: Any, mesh: Any) -> Any:
+        """See `Rounded`; factors are not seen."""
+        return _drop_factors(masters)
+
+    def see(self, base: Any, kept: Any, masters: Any) -> Any:
         """The numbers that the blocks and their factors stand for."""
-        params, factors = self._apart(params)
+        params, factors = self._apart(masters)
         flat = _flatten(params)
         flat |= {path: flat[path] / f for path, f in factors.items()}
-        flat = _flatten(super().see(kept, unflatten_dict(flat)))
+        flat = _flatten(super().see(base, kept, unflatten_dict(flat)))
         return unflatten_dict(flat | {path: flat[path] * f for path, f in factors.items()})
 
-    def pull(self, kept: Any, params: Any, seen: Any, grads: Any) -> Any:
+    def pull(
+        self, base: Any, kept: Any, masters: Any, seen: Any, grads: Any, frozen: frozenset[str]
+    ) -> Any:
         """Straight through to the masters, and to the factors' logarithms."""
-        params, factors = self._apart(params)
+        params, factors = self._apart(masters)
         given = _drop_factors(grads)
         x, of, rounded = (_flatten(tree) for tree in (params, given, seen))
         inside, levels = (
             tree | {path: tree[path] / f for path, f in factors.items()} for tree in (x, rounded)
         )
         trees = unflatten_dict(inside), unflatten_dict(levels)
-        pulled = super().pull(kept, *trees, given)
+        pulled = super().pull(base, kept, *trees, given, frozen)
 
         def mark_cut(dtype: str, scales: Any, numbers: Any, level: Any) -> Any:
             return is_cut(numbers, level, dtype, scales).astype(numbers.dtype)
@@ -186,14 +192,6 @@ def _flatten(tree: Any) -> dict[tuple[str, ...], Any]:
 
 def _sum_blocks(x: Any) -> Any:
     return jnp.sum(x.reshape(*x.shape[:-1], -1, _BLOCK), axis=-1)
-
-
-class LearnedStep(Step):
-    """The step of a student whose scales are learned."""
-
-    def see(self, state: Any) -> Any:
-        """See `Step`."""
-        return jax.jit(self.spec.form.see)(state.kept, state.params)
 
 
 class Bench:
@@ -242,17 +240,19 @@ class Bench:
             teacher,
             loss,
             _make_optimizer(),
-            quantize="" if arm.rank else arm.quantize,
-            imatrix=self._importance(arm.student, student) if arm.imatrix else "",
+            form=self._form(arm, student),
             microbatches=self._args.microbatches,
             chunk_tokens=self._args.chunk_tokens,
         )
-        if arm.learned:
-            spec = dataclasses.replace(step.spec, form=Learned(**vars(step.spec.form)))
-            step = LearnedStep(spec, student.params, step.placement, teacher.params)
         key = "evaluate", student.source, teacher.source, arm.rank
         step.sum_evaluation = self._keep(key, lambda: step.sum_evaluation)
         return step
+
+    def _form(self, arm: Arm, student: Model) -> Rounded | None:
+        if arm.rank or not arm.quantize:
+            return None
+        imatrix = self._importance(arm.student, student) if arm.imatrix else ""
+        return (Learned if arm.learned else Rounded)(arm.quantize, imatrix)
 
     def _importance(self, name: str, student: Model) -> str:
         """The file of a model's importances, measured once on the rows that are trained on."""
@@ -308,8 +308,10 @@ class Bench:
                 found["file"] = self.write_blocks(step, student, state, arm.name)
         else:
             for text in args.then.split(";"):
-                form = choose_form(text, student.spec)
-                round_all = jax.jit(lambda params, form=form: form.see(form.begin(params), params))
+                form = Rounded(text).choose_types(student.spec)
+                round_all = jax.jit(
+                    lambda params, form=form: form.see({}, form.begin({}, params), params)
+                )
                 for name, params in (("then", state.params), ("start_then", student.params)):
                     found.setdefault(name, {})[text] = self.judge(step, teacher, round_all(params))
         memory = jax.local_devices()[0].memory_stats() or {}

@@ -17,7 +17,7 @@ from kdjax.evaluation.health.detectors import Finding, LogitStats, ask
 from kdjax.evaluation.health.weights import matrix_stats
 from kdjax.evaluation.heldout import shared_spec
 from kdjax.evaluation.target import Target
-from kdjax.formats.saved import saved_params
+from kdjax.formats.saved import SavedTable
 from kdjax.losses.chunked import HeadSpec, join_chunks
 from kdjax.losses.divergences import log_softmax
 from kdjax.losses.kd import KDLoss
@@ -52,7 +52,8 @@ def of_files(checkpoint: Checkpoint) -> list[Finding]:
         (detectors.noise_weights, stats),
     ]
     if (saved := checkpoint.whole_step) is not None:
-        params, start = saved_params(saved.workdir, saved.step), checkpoint.header
+        assert isinstance(checkpoint.table, SavedTable)
+        params, start = checkpoint.table.arrays(), checkpoint.header
         changed = changed_tensors(params, start, spec, init=saved.init, seed=saved.seed)
         questions.append((detectors.unchanged_weights, changed, saved.step))
     return ask(*questions)

@@ -11,9 +11,9 @@ from jaxtyping import Array
 
 from kdjax.evaluation.health.detectors import DEAD, MatrixStats
 from kdjax.formats.blocks import decode
-from kdjax.formats.saved import saved_params
+from kdjax.formats.saved import SavedTable
 from kdjax.models.arch import STACKS
-from kdjax.models.checkpoint import Checkpoint, Saved
+from kdjax.models.checkpoint import Checkpoint
 
 _CHUNK = 1 << 25  # numbers on the device at a time
 _VOCABULARY = ("embed", "head")
@@ -112,9 +112,10 @@ def _file_tensors(checkpoint: Checkpoint) -> Iterator[_Tensor]:
             yield _Tensor(name, kind, rows, info.dtype, matrix)
 
 
-def _saved_tensors(checkpoint: Checkpoint, saved: Saved) -> Iterator[_Tensor]:
+def _saved_tensors(checkpoint: Checkpoint) -> Iterator[_Tensor]:
     """The tensors of a saved step, layer by layer; the type of plain numbers is ""."""
-    for name, array in saved_params(saved.workdir, saved.step):
+    assert isinstance(checkpoint.table, SavedTable)
+    for name, array in checkpoint.table.arrays():
         if name in _VOCABULARY:
             array = array[: checkpoint.tokenizer.vocab_size]
         layers = {name: array}
@@ -131,7 +132,7 @@ def matrix_stats(checkpoint: Checkpoint) -> list[MatrixStats]:
     Rows of padding ids are left out of embedding and head.
     """
     saved = checkpoint.whole_step
-    tensors = _file_tensors(checkpoint) if saved is None else _saved_tensors(checkpoint, saved)
+    tensors = _file_tensors(checkpoint) if saved is None else _saved_tensors(checkpoint)
     stats = []
     for tensor in tensors:
         width = tensor.rows.shape[-1]
