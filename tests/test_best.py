@@ -78,7 +78,7 @@ def test_the_best_step_stays_and_is_the_one_that_is_taken(judged, tmp_path, capl
     assert read_receipt(workdir)["best"] == {"step": 2, "name": "loss", "value": 3.0}
     with caplog.at_level(logging.WARNING):
         assert open_checkpoint(workdir).saved.step == 2
-    assert "step 2 is taken, the best by held-out loss (3); the newest, 4, is" in caplog.text
+    assert "takes step 2, the best by held-out loss (3); the newest, 4, is" in caplog.text
     assert open_checkpoint(workdir / "checkpoints" / "newest").saved.step == 4
     for more, step in ((), 2), (("--step=newest",), 4):
         out = tmp_path / f"{step}.gguf"

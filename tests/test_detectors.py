@@ -249,7 +249,7 @@ def test_the_rope_probe_names_the_better_theta():
 
     assert detectors.rope_theta(1e6, tokens + 0.02, ces_with) is None and asked == [1e4, 1e5]
     found = detectors.rope_theta(5e5, tokens + 0.05, ces_with)
-    wanted = f"500000 gives {tokens.mean() + 0.05:.3f} nats a token, 10000 gives"
+    wanted = f"theta 500000 has {tokens.mean() + 0.05:.3f} nats a token, 10000 has"
     assert found is not None and wanted in found and "0.050 less" in found
     scattered = tokens + 0.05 + np.random.default_rng(1).standard_normal(430)
     assert detectors.rope_theta(5e5, scattered, ces_with) is None

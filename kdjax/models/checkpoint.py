@@ -1,4 +1,4 @@
-"""A model opened and not yet loaded: a file, a folder, or a step that a run saved."""
+"""A model that is opened and not yet loaded: a file, a folder, or a saved step of a run."""
 
 import dataclasses
 import functools
@@ -78,7 +78,7 @@ class ModelArgument:
 
     @classmethod
     def parse(cls, text: str) -> "ModelArgument":
-        """Raises `UserError` for an unknown form; a path may hold an @ if a form follows it."""
+        """Parses a text; raises `UserError` for an unknown form. A path with an @ needs a form."""
         path, at, form = text.rpartition("@")
         word, _, dtype = form.partition(":")
         weights = read_weights(word)
@@ -98,24 +98,24 @@ class ModelArgument:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """Which step of which run a checkpoint is, and how that run began."""
+    """The run and the step of a checkpoint, and how that run began."""
 
     workdir: Path
     step: int
     init: str  # "checkpoint" or "random"
     seed: int
-    student: "Checkpoint"  # what the run began with: its header describes the step's tensors too
+    student: "Checkpoint"  # the run's initial student: its header describes the step's tensors too
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model whose header was read, and nothing else of it; `open_checkpoint` makes one."""
+    """A model of which only the header was read; `open_checkpoint` makes one."""
 
     table: TensorTable
     spec: ArchSpec
     tokenizer_path: str = ""  # another file or folder that holds its tokenizer
     saved: Saved | None = None
-    adapters: StoredAdapters | None = None  # that the table adds to its base
+    adapters: StoredAdapters | None = None  # the table adds them to its base
 
     def __str__(self) -> str:
         if self.saved is not None:
@@ -126,14 +126,14 @@ class Checkpoint:
 
     @property
     def path(self) -> Path:
-        """The step's folder, or the first file of the model; its name stands in messages."""
+        """The step's folder, or the first file of the model; messages name it."""
         if self.saved is not None:
             return self.saved.workdir / CHECKPOINTS / str(self.saved.step)
         return self.table.paths[0]
 
     @property
     def whole_step(self) -> Saved | None:
-        """The saved step whose table this is; None for files, and for what trained beside some."""
+        """The saved step of this table; None for files, and for adapters or a block on files."""
         return self.saved if isinstance(self.table, SavedTable) else None
 
     @property
@@ -145,31 +145,31 @@ class Checkpoint:
 
     @property
     def header(self) -> TensorTable:
-        """The table whose metadata describes the model: that of the run's student for a step."""
+        """The table whose metadata describes the model: for a step, that of the run's student."""
         return self.table if self.saved is None else self.saved.student.table
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """Read when first asked for. Raises `UserError` if there is none."""
+        """The tokenizer, read at first access. Raises `UserError` if there is none."""
         return load_tokenizer(*self._holds_tokenizer)
 
     @property
     def tokenizer_files(self) -> TokenizerFiles:
-        """Where the tokenizer is stored, for an export that copies it."""
+        """The files of the tokenizer, for an export that copies them."""
         return find_tokenizer_files(*self._holds_tokenizer)
 
     @property
     def _holds_tokenizer(self) -> tuple[str | Path, TensorTable | None]:
-        """The file or folder of the tokenizer; its table if it is the model's own."""
+        """The file or folder of the tokenizer, and its table if the model's file has it."""
         if self.tokenizer_path:
             return self.tokenizer_path, None
         return self.header.paths[0], self.header
 
     def fall_back(self, tokenizer: str) -> "Checkpoint":
-        """The same, with the tokenizer at `tokenizer` if its own cannot be read.
+        """Returns the checkpoint, with the tokenizer at `tokenizer` if its own cannot be read.
 
-        The tokens that its header lists must be those of the other, as far as both go. Raises
-        `UserError` if they are not, and if there is no other.
+        The tokens in its header must equal the other's, up to the shorter list. Raises `UserError`
+        if they differ, and if there is no other.
         """
         try:
             self.tokenizer  # noqa: B018
@@ -183,11 +183,11 @@ class Checkpoint:
         for i, (own, read) in enumerate(pairs):
             if own != read:
                 raise UserError(
-                    f"{self}: found {own!r} at id {i} of its vocabulary and {read!r} at that of "
-                    f"{tokenizer}; expected one vocabulary. Name the model's own tokenizer."
+                    f"{self}: found {own!r} at id {i} of its vocabulary and {read!r} in "
+                    f"{tokenizer}; expected one vocabulary. Name the model's tokenizer."
                 )
         proof = f"all {len(pairs):,} tokens agree" if pairs else "it lists no tokens to compare"
-        _log.warning("%s: tokenizer not read; %s stands for it: %s", self, tokenizer, proof)
+        _log.warning("%s: tokenizer not read; %s replaces it: %s", self, tokenizer, proof)
         return other
 
     @functools.cached_property
@@ -197,7 +197,7 @@ class Checkpoint:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """SHA-256 of the files' bytes, in hex; reads all of them when first asked for."""
+        """SHA-256 of the files' bytes, in hex; reads all of them at first access."""
         return content_hash(self.table)
 
     def describe(self) -> str:
@@ -252,13 +252,13 @@ def open_checkpoint(
 
 
 def _adapt(base: Checkpoint, adapters: StoredAdapters) -> Checkpoint:
-    """The model with adapters, in place of those that it may have."""
+    """Returns the model with these adapters in place of any others."""
     table = merge_adapters(base.base.table, base.spec, adapters)
     return dataclasses.replace(base, table=table, adapters=adapters)
 
 
 def _open_adapter(folder: Path, base: str, tokenizer: str, *, whole: bool) -> Checkpoint:
-    """A PEFT folder on its base."""
+    """Opens a PEFT folder on its base."""
     named = load_json(folder / ADAPTER_CONFIG, "a file").get("base_model_name_or_path")
     if not base and isinstance(named, str) and named:
         beside = [Path(named), folder / named]
@@ -276,7 +276,7 @@ def _open_adapter(folder: Path, base: str, tokenizer: str, *, whole: bool) -> Ch
 
 
 def cut_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
-    """The same model with these of its layers alone, embedding and head kept; () keeps all.
+    """Returns the model with these layers only, and its embedding and head; () keeps all layers.
 
     Raises `UserError` for a layer that it does not have.
     """
@@ -284,14 +284,14 @@ def cut_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
         return checkpoint
     if checkpoint.adapters is not None:
         raise UserError(
-            f"{checkpoint}: found an adapter, which is of all layers, and some layers to keep; "
+            f"{checkpoint}: found an adapter, which covers all layers, and some layers to keep; "
             "expected one of them. Merge it first (kdjax export), or leave out student.layers."
         )
     spec = checkpoint.spec
     if max(layers) >= spec.num_layers:
         raise UserError(
             f"{checkpoint}: found no layer {max(layers)} to keep; expected 0 to "
-            f"{spec.num_layers - 1}. Mend student.layers."
+            f"{spec.num_layers - 1}. Correct student.layers."
         )
     checkpoint = drop_block(checkpoint)
     spec = dataclasses.replace(checkpoint.spec, layers=tuple(spec.layers[i] for i in layers))
@@ -300,7 +300,7 @@ def cut_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
 
 
 def drop_block(checkpoint: Checkpoint) -> Checkpoint:
-    """The same model without the block that drafts, if it has one."""
+    """Returns the model without its drafting block, if it has one."""
     spec, table = checkpoint.spec, checkpoint.table
     if not spec.drafts or checkpoint.whole_step is not None:
         return checkpoint
@@ -333,10 +333,10 @@ def _add_block(base: TensorTable, spec: ArchSpec, saved: SavedTable) -> TensorTa
 
 
 def take_text(table: TensorTable) -> TensorTable:
-    """The text model of files that hold more; what is left out is told by a line of the log.
+    """Selects the text model of files that hold more; logs what is left out.
 
-    A multimodal folder has it beside a model of images. The block behind the last layer that drafts
-    stays, where it is one and uses the model's own embedding and head.
+    A multimodal folder has a model of images as well. The drafting block after the last layer stays
+    if there is one and it uses the model's embedding and head.
     """
     if "general.architecture" in table.metadata:
         part = _take_trunk(table)
@@ -452,7 +452,7 @@ def open_step(
 def _open_step_beside(
     table: SavedTable, workdir: Path, step: int, source: Checkpoint, identity: Mapping[str, Any]
 ) -> Checkpoint:
-    """The adapters, or the block that drafts, that a run saved, on the base that it began with.
+    """Opens a run's saved adapters, or its drafting block, on the base that it began with.
 
     Raises `UserError` for another base.
     """
@@ -479,12 +479,12 @@ def _open_step_beside(
 
 
 def _find_step(workdir: Path, newest: int) -> int:
-    """The best step by held-out text; says so if it is not the newest."""
+    """Finds the best step by the held-out figure; logs it if it is not the newest."""
     best = find_best(workdir)
     if best is None or best.step == newest:
         return newest
     _log.warning(
-        "%s: step %d is taken, the best by held-out %s (%.6g); the newest, %d, is "
+        "%s: takes step %d, the best by held-out %s (%.6g); the newest, %d, is "
         "checkpoints/%s there",
         *(workdir, best.step, best.name, best.value, newest, NEWEST),
     )
@@ -492,9 +492,9 @@ def _find_step(workdir: Path, newest: int) -> int:
 
 
 def tie_head(checkpoint: Checkpoint, head: str) -> ArchSpec:
-    """The architecture with its head tied as `student.head` says; "auto": as matrices are stored.
+    """Ties the architecture's head as `student.head` says; "auto": as the stored matrices are.
 
-    A folder of shapes alone is believed.
+    For a folder of shapes alone its config decides.
     """
     if head == "auto" and not len(checkpoint.table):
         return checkpoint.spec
@@ -503,12 +503,12 @@ def tie_head(checkpoint: Checkpoint, head: str) -> ArchSpec:
 
 
 def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[str, str]:
-    """Paths of the student and of the tokenizer that a run began with, or those given.
+    """Returns the paths of a run's initial student and its tokenizer, unless they are given.
 
-    From the run's receipt; relative paths count from the folder that the run was started in, and
-    what the Hub's cache has no more is fetched again. The
-    tokenizer is "" if it is the student's own. Raises `MissingFileError` if nothing says which
-    student it was, or it is there no more.
+    Reads the run's receipt; relative paths start at the folder that the run was started in, and
+    files that the Hub's cache no longer has are downloaded again. The tokenizer is "" if it is the
+    student's. Raises `MissingFileError` if the receipt does not name the student, or if it no
+    longer exists.
     """
     receipt = _receipt_paths(workdir)
     student = fetch_path(student or receipt.get("student", ""), TOKENIZER)

@@ -1,7 +1,7 @@
 """From checkpoint to device: shapes, then shardings, then bytes, one tensor at a time.
 
-Packed blocks travel to the device as they are, to become numbers there or to stay; the host never
-holds more than one tensor, and the device never more than the model and one tensor.
+Packed blocks are copied to the device as they are, and decoded there or kept; the host never holds
+more than one tensor, and the device never more than the model and one tensor.
 """
 
 import dataclasses
@@ -42,15 +42,15 @@ def is_gguf(table: TensorTable) -> bool:
 
 
 def is_saved(table: TensorTable) -> bool:
-    """Whether tensors are those of a saved step: named as in the tree, layers stacked."""
+    """Whether the table is a saved step: named as in the tree, layers stacked."""
     return isinstance(table if table.base is None else table.base, SavedTable)
 
 
 def has_tied_head(table: TensorTable) -> bool:
     """Whether the head repeats the embedding, up to quantization, on 64 rows spread over both.
 
-    Some published GGUF files of tied models store the matrix twice, in two block types. What a file
-    that was cut does not hold counts as a head of its own, which takes more memory.
+    Some published GGUF files of tied models store the matrix twice, in two block types. A head that
+    a truncated file lacks counts as a separate one, which takes more memory.
     """
     embed, head = (_stored((key,), table) for key in ("embed", "head"))
     if head not in table:
@@ -65,9 +65,9 @@ def has_tied_head(table: TensorTable) -> bool:
 
 
 def split_fused(table: TensorTable, spec: ArchSpec) -> TensorTable:
-    """The table with matrices apart that its family's files fuse, by the names of other families.
+    """Splits matrices that the family's files fuse, under the names of other families.
 
-    Their bytes stay where they are.
+    No bytes are copied.
     """
     if isinstance(table, SavedTable):
         return table
@@ -114,10 +114,10 @@ def _stored(path: tuple[str, ...], table: TensorTable, spec: ArchSpec | None = N
 
 
 def _sources(path: tuple[str, ...], spec: ArchSpec, table: TensorTable) -> list[str]:
-    """Tensors that make up one parameter: one, one a layer, or one an expert of each layer."""
+    """Names of a parameter's tensors: one, one for each layer, or for each expert of each layer."""
     name = _stored(path, table, spec)
     if path == ("embed",) and spec.tied:
-        # Stored twice: take the copy that kept more bits.
+        # Stored twice: take the copy with more bits.
         head = _stored(("head",), table)
         if head in table and name in table:
             name = max(name, head, key=lambda n: table.info(n).nbytes)
@@ -140,7 +140,7 @@ def count_parameters(spec: ArchSpec) -> int:
 
 
 def tensor_names(table: TensorTable, spec: ArchSpec) -> dict[tuple[str, ...], list[str]]:
-    """The tensors of each parameter: tree path to one name, to one a layer, or to one an expert.
+    """Maps each parameter's path to its tensors: one, one for each layer, or for each expert.
 
     Raises one `UserError` that lists every missing, misshapen or unknown tensor.
     """
@@ -170,8 +170,8 @@ def tensor_names(table: TensorTable, spec: ArchSpec) -> dict[tuple[str, ...], li
 def _mismatch(table: TensorTable, count: int, shown: str) -> str:
     if isinstance(table, SavedTable):
         return (
-            f"{table.folder} holds other tensors than its student ({count} differ):\n  {shown}\n"
-            "--student is not the model that this run began with. Name that one."
+            f"{table.folder} does not match its student ({count} tensors differ):\n  {shown}\n"
+            "--student is not the model that this run began with. Name its initial model."
         )
     return (
         f"{table.paths[0]} does not match its own header ({count} tensors):\n  {shown}\n"
@@ -190,7 +190,7 @@ class _Reading:
 
     form: str  # "dense", "packed" or "float8"
     block: str  # of the bytes: a key of `blocks.BLOCKS`
-    dtype: DTypeLike  # of the numbers, or of those that packed blocks stand for
+    dtype: DTypeLike  # of the numbers, decoded or plain
     layout: Layout
 
     def __call__(self, raw: Array) -> Array | PackedMatrix | Scaled:
@@ -199,14 +199,14 @@ class _Reading:
             return PackedMatrix(split(read(raw), self.block), self.block, self.dtype)
         if self.form == "float8":
             return Scaled(*quantize_rows(self._decode(raw, jnp.float32)))
-        # Of a norm; in float32, or 1 + weight would have lost what the weight has.
+        # A norm's offset, in float32: in bfloat16 1 + weight has lost digits of the weight.
         if self.layout.offset:
             return (self._decode(raw, jnp.float32) - self.layout.offset).astype(self.dtype)
         return self._decode(raw, self.dtype)
 
     def _decode(self, raw: Array, dtype: DTypeLike) -> Array:
         read = self.layout.read_order
-        if raw.ndim == 1:  # a bias: its rows are numbers, which are several bytes each
+        if raw.ndim == 1:  # a bias: its rows are numbers of several bytes
             return read(decode(raw, self.block, dtype))
         return decode(read(raw), self.block, dtype)
 
@@ -218,7 +218,7 @@ def _read(raw: Array, reading: _Reading, place: Any) -> Weight:
 
 @functools.partial(jax.jit, static_argnames=("reading", "place"), donate_argnames="stack")
 def _store(stack: Weight, raw: Array, number: Array, reading: _Reading, place: Any) -> Weight:
-    """Writes what a tensor becomes where it belongs in its stack; tensors count in order."""
+    """Writes a tensor's weight into its place in the stack; tensors count in order."""
 
     def write(buffer: Array, value: Array) -> Array:
         lead = buffer.shape[: buffer.ndim - value.ndim]  # layers; or layers and experts
@@ -258,7 +258,7 @@ def load_params(
 def shape_params(
     table: TensorTable, spec: ArchSpec, abstract: Params, mesh: Mesh, *, matrices: str = "dense"
 ) -> Params:
-    """Shapes of the parameters that `load_params` would make; reads headers."""
+    """Shapes of the parameters that `load_params` makes; reads headers."""
     params: dict[tuple[str, ...], Any] = {}
     for path, stacks in plan_params(table, spec, abstract, mesh, matrices=matrices).items():
         shapes = [_shape_stack(table, stack) for stack in stacks]
@@ -268,7 +268,7 @@ def shape_params(
 
 
 def _shape_stack(table: TensorTable, stack: "_Stack") -> Any:
-    """Shapes of a stack's arrays, or of the tensor that stands alone."""
+    """Shapes of a stack's arrays, or of a single tensor."""
     if stack.whole is not None:
         return stack.whole
     ((name, reading),) = stack.readings.items()
@@ -280,13 +280,13 @@ def _shape_stack(table: TensorTable, stack: "_Stack") -> Any:
 def plan_params(
     table: TensorTable, spec: ArchSpec, abstract: Params, mesh: Mesh, *, matrices: str
 ) -> dict[tuple[str, ...], list["_Stack"]]:
-    """Plans what `load_params` makes of each parameter, a stack a block type; reads headers."""
+    """Plans the weights of `load_params`: for each parameter a stack for each block type."""
     sources = tensor_names(table, spec)
     planned: dict[tuple[str, ...], list[_Stack]] = {}
     for path, leaf in named_leaves(abstract):
         form, layout = "dense", _layout(path, spec, table)
         if len(leaf.shape) - (path[0] in STACKS) >= 2 and not set(names.EXACT) & set(path):
-            # Ids look embeddings up.
+            # Ids index embeddings.
             form = "dense" if path[0] == "embed" and matrices == "float8" else matrices
         dtype = jnp.dtype(leaf.dtype)
         readings = {
@@ -300,7 +300,7 @@ def plan_params(
 
 
 def _stacked(table: TensorTable, path: tuple[str, ...]) -> int:
-    """Leading axes of a parameter that count its tensors: 0, 1 for layers, 2 with experts."""
+    """Number of leading axes that count a parameter's tensors: 0, 1 for layers, 2 with experts."""
     if path[0] not in STACKS or is_saved(table):
         return 0
     return 2 if path[1:] in names.APART and not is_gguf(table) else 1
@@ -308,11 +308,11 @@ def _stacked(table: TensorTable, path: tuple[str, ...]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """Tensors that become one weight: how each is read, and the shapes and places of its arrays."""
+    """Tensors of one weight: how each is read, and the shapes and shardings of its arrays."""
 
     readings: Mapping[str, _Reading]  # by name, in order
     place: Any  # shardings, of one tensor's arrays or of the stack's
-    whole: Any  # shapes of the stack's arrays; None for a tensor that stands alone
+    whole: Any  # shapes of the stack's arrays; None for a single tensor
 
 
 def _group(
@@ -321,7 +321,7 @@ def _group(
     path: tuple[str, ...],
     leaf: jax.ShapeDtypeStruct,
 ) -> list[dict[str, _Reading]]:
-    """The tensors of a parameter by stack: packed blocks of several types make one a type."""
+    """Groups a parameter's tensors into stacks: packed blocks make one for each type."""
     kinds = sorted({reading.block for reading in readings.values()})
     if len(kinds) == 1 or not all(reading.form == "packed" for reading in readings.values()):
         return [dict(readings)]
@@ -336,7 +336,7 @@ def _group(
 def _mix(
     layers: Sequence[str], stacks: Sequence[_Stack], filled: Sequence[Any], mesh: Mesh
 ) -> Mixed:
-    """One weight of stacks of several block types, and where in them each layer is."""
+    """Joins stacks of several block types into one weight, with the place of each layer."""
     orders = [list(stack.readings) for stack in stacks]
     which = [next(i for i, order in enumerate(orders) if name in order) for name in layers]
     slot = [orders[i].index(name) for i, name in zip(which, layers, strict=True)]
@@ -351,7 +351,7 @@ def _plan_stack(
     leaf: jax.ShapeDtypeStruct,
     mesh: Mesh,
 ) -> _Stack:
-    """Shapes and places of what tensors become: a stack, or one that stands alone."""
+    """Shapes and shardings of a stack, or of a single tensor."""
     name, reading = next(iter(readings.items()))
     info, stacked = table.info(name), _stacked(table, path)
     size = row_bytes(info.dtype, info.shape[-1])
@@ -360,7 +360,8 @@ def _plan_stack(
     lead = (len(readings) // math.prod(experts), *experts) if stacked else ()
 
     def place_array(array: jax.ShapeDtypeStruct) -> NamedSharding:
-        # As the weight itself, its inputs counted in blocks, which stay whole; scales as its rows.
+        # Sharded as the weight, with inputs counted in blocks, which are not split; scales as its
+        # rows.
         shape = (*lead, *array.shape)
         whole = (*shape, 1)[: len(leaf.shape)]
         return NamedSharding(mesh, P(*parameter_spec(path, whole, mesh)[: len(shape)]))
@@ -382,7 +383,7 @@ def _make_zeros(arrays: tuple[jax.ShapeDtypeStruct, ...]) -> list[Array]:
 
 
 def _fill(table: TensorTable, stack: _Stack, begun: Any, mesh: Mesh) -> Weight:
-    """The weight that tensors become: `begun`, zeros, filled in order, or a tensor alone."""
+    """Makes a weight: fills `begun`, zeros, with tensors in order, or takes a single tensor."""
     for number, (name, reading) in enumerate(stack.readings.items()):
         raw = _to_device(table, name, mesh, reading, stack.place)
         if stack.whole is None:
@@ -392,9 +393,9 @@ def _fill(table: TensorTable, stack: _Stack, begun: Any, mesh: Mesh) -> Weight:
 
 
 def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, places: Any) -> Array:
-    """The tensor's bytes: on each device the rows that it is to hold, where `fsdp` splits them.
+    """Copies a tensor's bytes to the devices: each gets its rows if `fsdp` splits them.
 
-    A process reads what its own devices take, and a host each page of the file once.
+    A process reads the rows of its devices, and a host reads each page of the file once.
     """
     view = table.raw(name)
     spec = jax.tree.leaves(places)[0].spec
@@ -410,8 +411,8 @@ def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, pla
     place = NamedSharding(mesh, rows if split else P())
     if jax.process_count() == 1 and not split:
         moved = jax.device_put(view, place, may_alias=False)
-    else:  # device_put would compare what all processes give
-        copies: dict[str, np.ndarray] = {}  # several devices may hold the same rows
+    else:  # device_put would compare the arrays of all processes
+        copies: dict[str, np.ndarray] = {}  # several devices may hold equal rows
 
         def copy(at: Any) -> np.ndarray:
             if str(at) not in copies:
@@ -425,7 +426,7 @@ def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, pla
 
 
 def _forget_pages(view: np.ndarray) -> None:
-    """Takes the file's pages out of this process; they stay in the page cache, to be read again."""
+    """Unmaps the file's pages from this process; they stay in the page cache."""
     base: Any = view
     while isinstance(base, np.ndarray):
         base = base.base

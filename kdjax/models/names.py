@@ -12,9 +12,9 @@ from kdjax.models.families import FAMILIES
 
 
 class Name(NamedTuple):
-    """Where one parameter of the tree lives in each kind of checkpoint.
+    """Names of one parameter of the tree in each kind of checkpoint.
 
-    `{i}` stands for the layer, `{e}` for an expert where each has a tensor. `rotary`, "q" or "k",
+    `{i}` is the layer, `{e}` an expert if each has a tensor. `rotary`, "q" or "k",
     names the head count by which llama.cpp interleaves the rows of some families.
     """
 
@@ -61,7 +61,7 @@ _LAYER = tuple(
     )
 )
 
-# Of families with norms behind attention and MLP as well, these in place of those above.
+# Families with norms after attention and MLP as well have these in place of the names above.
 _POST_NORMS = tuple(
     Name(("blocks", path, "weight"), f"blk.{{i}}.{gguf}.weight", f"model.layers.{{i}}.{hf}.weight")
     for path, gguf, hf in (
@@ -71,19 +71,19 @@ _POST_NORMS = tuple(
     )
 )
 
-# Of families that fuse them, matrices of a layer that files keep as one: its names, and the
-# parameters whose rows it has, in this order.
+# Matrices of a layer that some families' files store as one: its names, and the parameters whose
+# rows it has, in this order.
 _FUSED = (
     ("attn_qkv.weight", "self_attn.qkv_proj.weight", ("attn.q", "attn.k", "attn.v")),
     ("ffn_up.weight", "mlp.gate_up_proj.weight", ("mlp.gate", "mlp.up")),
 )
-# Likewise those of all experts of a layer, in Hugging Face's files: one expert behind another.
+# Fused matrices of all experts of a layer, in Hugging Face's files: one expert after another.
 _FUSED_EXPERTS = (
     ("mlp.experts.gate_up_proj", ("gate", "up")),
     ("mlp.experts.down_proj", ("down",)),
 )
 
-# Of families with delta layers: what those have, and a norm that has another name in GGUF files.
+# Parameters of delta layers, and a norm of their families with another name in GGUF files.
 _DELTA = tuple(
     Name(("deltas", "delta", *path.split(".")), "blk.{i}." + gguf, "model.layers.{i}." + hf)
     for path, gguf, hf in (
@@ -106,7 +106,7 @@ _DELTA = tuple(
     for stack in ("blocks", "deltas")
 )
 
-# Of the block that drafts, behind the layers: one of them, and what makes its input and output.
+# The drafting block after the layers: a layer, and the parameters of its input and output.
 _MTP = tuple(
     Name(("mtp", path, "weight"), f"blk.{{i}}.nextn.{gguf}.weight", f"mtp.{hf}.weight")
     for path, gguf, hf in (
@@ -141,15 +141,15 @@ _BY_PATH_DELTA |= {
     for path, name in _BY_PATH_DELTA.items()
     if path[0] == "blocks"
 } | {name.path: name for name in _MTP}
-# Parameters that stay numbers in every form, in float32: small, and the choices, or the fading of
-# states, that they make are those of float32.
+# Parameters that stay float32 numbers in every form: they are small, and they decide routing or the
+# decay of states.
 EXACT = ("router", "conv")
 
 
 def name_of(path: tuple[str, ...], spec: ArchSpec | None = None) -> Name:
-    """The row of the table for a tree path; `KeyError` if the tree has a parameter it lacks.
+    """Looks up a tree path in the table; `KeyError` for a parameter that it lacks.
 
-    Embedding and head have the same names whatever the `spec`.
+    Embedding and head have one name for any `spec`.
     """
     if spec is None:
         return _BY_PATH[path]
@@ -159,15 +159,15 @@ def name_of(path: tuple[str, ...], spec: ArchSpec | None = None) -> Name:
 
 
 def layers_of(path: tuple[str, ...], spec: ArchSpec) -> tuple[int, ...] | None:
-    """The numbers of the layers that have a parameter; None for one of the whole model."""
+    """Numbers of the layers that have a parameter; None for a parameter outside of layers."""
     return spec.places(delta=STACKS[path[0]]) if path[0] in STACKS else None
 
 
 class Fused(NamedTuple):
-    """A tensor that a file keeps in place of several, one behind another."""
+    """A tensor that a file stores in place of several, joined one after another."""
 
-    lead: tuple[int, ...]  # its shape but for the columns
-    # Names of the others, and rows: of all that there are, or of each matrix of a stack.
+    lead: tuple[int, ...]  # its shape without the columns
+    # Names of its parts, and their rows: in all, or in each matrix of a stack.
     parts: tuple[tuple[str, int], ...]
 
 
@@ -211,7 +211,7 @@ def _list_fused_experts(spec: ArchSpec) -> dict[str, Fused]:
 
 
 def list_paired(spec: ArchSpec) -> dict[str, Fused]:
-    """Stacks of experts that some GGUF files keep as one, each gate above its up, by name."""
+    """Stacks of experts that some GGUF files store as one, each gate above its up, by name."""
     found, size = {}, spec.expert_size
     for stack, delta in STACKS.items():
         for i in spec.places(delta=delta) if spec.experts else ():
@@ -222,7 +222,7 @@ def list_paired(spec: ArchSpec) -> dict[str, Fused]:
 
 
 def renumber(name: str, layers: Sequence[int]) -> str | None:
-    """A tensor's name where its model has only these layers; None for one of another layer."""
+    """Renames a tensor for a model with only these layers; None if it is of another layer."""
     match = LAYER_OF.fullmatch(name)
     if match is None:
         return name
@@ -234,26 +234,26 @@ def renumber(name: str, layers: Sequence[int]) -> str | None:
 class Layout(NamedTuple):
     """Differences between a file's tensor and its parameter; hashable, static under jit."""
 
-    pairs: int = 0  # heads whose rotary rows lie interleaved, (pairs, 2); 0: none
-    offset: float = 0.0  # what the file holds beyond the parameter
-    # Value heads lie beside those of their key head: key heads, and value heads of one.
+    pairs: int = 0  # heads whose rotary rows are interleaved, (pairs, 2); 0: none
+    offset: float = 0.0  # the file's number minus the parameter
+    # Value heads are grouped by key head: number of key heads, and of value heads for each.
     values: tuple[int, int] | None = None
     skip: int = 0  # rows before those of values
     columns: bool = False  # values are columns, not rows
-    one: int | None = None  # where the file has one axis more, of size 1
+    one: int | None = None  # position of an additional axis of size 1 in the file
     rate: bool = False  # -exp of the parameter, float32
 
     @property
     def moves(self) -> bool:
-        """Whether rows lie in another order: a part of them is then no part of the parameter."""
+        """Whether rows are reordered, so that a slice of them is not a slice of the parameter."""
         return bool(self.pairs or (self.values and not self.columns))
 
     def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor of a parameter of this shape."""
+        """Shape of the file's tensor for a parameter of this shape."""
         return shape if self.one is None else (*shape[: self.one], 1, *shape[self.one :])
 
     def read_order(self, rows: Any) -> Any:
-        """Puts the rows of a file, numbers or their bytes, in the order of the tree."""
+        """Reorders the rows of a file, numbers or bytes, as in the tree."""
         if self.one is not None:
             rows = rows.squeeze(self.one)
         if self.pairs:
@@ -269,7 +269,7 @@ class Layout(NamedTuple):
         return rows.reshape(self.file_shape(rows.shape))
 
     def _order(self, rows: Any) -> np.ndarray:
-        """Numbers of the file's rows, or heads of columns, in the order of the tree."""
+        """Indices of the file's rows, or heads of columns, in the tree's order."""
         assert self.values is not None
         groups, repeats = self.values
         count = groups * repeats if self.columns else rows.shape[0] - self.skip
@@ -283,16 +283,16 @@ class Layout(NamedTuple):
 
 
 def _swap_pairs(rows: Any, heads: int, a: int, b: int) -> Any:
-    """Swaps rows (a, b) of each head to (b, a); one of these is 2, the other, -1, what is left."""
+    """Transposes rows (a, b) of each head to (b, a); one of these is 2, the other -1."""
     return rows.reshape(heads, a, b, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def layout_of(path: tuple[str, ...], spec: ArchSpec, *, gguf: bool) -> Layout:
-    """Layout of a parameter in a GGUF file, or in one of Hugging Face's.
+    """Layout of a parameter in a GGUF file, or in a Hugging Face file.
 
-    Trees have Hugging Face's order of rotary rows, GGUF's of value heads: columns of blocks could
-    not move. llama.cpp stores the rows of q and k as pairs in some families, norms of 1 + weight as
-    that sum, and the rate at which a state fades as -exp.
+    Trees have Hugging Face's order of rotary rows, but GGUF's of value heads, since columns of
+    blocks cannot be reordered. llama.cpp stores the rows of q and k as pairs in some families,
+    norms of 1 + weight as the sum, and the decay rate of a state as -exp.
     """
     rotary = name_of(path, spec).rotary
     if gguf:
@@ -316,9 +316,9 @@ def layout_of(path: tuple[str, ...], spec: ArchSpec, *, gguf: bool) -> Layout:
 
 
 def read_rate(a: np.ndarray) -> np.ndarray:
-    """float32 log(-a) of GGUF's `ssm_a`; a number of bfloat16 where its exponential is that.
+    """float32 log(-a) of GGUF's `ssm_a`; a bfloat16 number if its exponential is -a.
 
-    float32 cannot bring back every logarithm below 1: its exponential has fewer bits.
+    float32 cannot restore every logarithm below 1: its exponential has fewer bits.
     """
     rate = np.log(-a.astype(np.float64)).astype(np.float32)
     short = rate.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -326,5 +326,5 @@ def read_rate(a: np.ndarray) -> np.ndarray:
 
 
 def write_rate(log_rate: np.ndarray) -> np.ndarray:
-    """float32 -exp of it, as GGUF's `ssm_a`."""
+    """float32 -exp of the parameter, as GGUF's `ssm_a`."""
     return -np.exp(log_rate.astype(np.float64)).astype(np.float32)

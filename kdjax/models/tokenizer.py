@@ -52,14 +52,14 @@ _ANOTHER = (
     "a config, --tokenizer of evaluate and generate, tokenizer= of kdjax.load."
 )
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-# Of those that llama.cpp takes for the end of a generation (llama-vocab.cpp).
+# Some of the tokens that llama.cpp takes for the end of a generation (llama-vocab.cpp).
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>")
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back, and facts for vocabulary alignment and chat data."""
+    """Converts text to ids and back; has facts for vocabulary alignment and chat data."""
 
     encoder: Encoder
     tokens: tuple[str, ...]  # by id, padding entries left out
@@ -67,11 +67,11 @@ class Tokenizer:
     special_ids: frozenset[int]
     eos_id: int
     chat_template: str | None
-    names_eos: bool = True  # whether its file does; otherwise `eos_id` is the last id
+    names_eos: bool = True  # whether its file names EOS; otherwise `eos_id` is the last id
     bos_id: int | None = None
     pad_id: int | None = None
     opening_id: int | None = None  # BOS, if the model's file puts it before every text
-    named_ends: frozenset[int] = frozenset()  # other ends of answers that its file names
+    named_ends: frozenset[int] = frozenset()  # other ids in its file that end answers
 
     @property
     def vocab_size(self) -> int:
@@ -84,7 +84,7 @@ class Tokenizer:
         return next(iter(self._added_named(_END_OF_TEXT)), self.eos_id)
 
     def _added_named(self, names: Sequence[str]) -> list[int]:
-        """Ids of the names that are added tokens, special ones first: "</s>" is HTML in Gemma's."""
+        """Ids of these names among added tokens, special ones first: Gemma has "</s>" as HTML."""
         found = [i for name in names if (i := self.encoder.token_to_id(name)) in self.added_ids]
         return sorted(found, key=lambda i: i not in self.special_ids)
 
@@ -106,7 +106,7 @@ class Tokenizer:
         return [self.opening_id, *ids]
 
     def open_array(self, ids: np.ndarray) -> np.ndarray:
-        """`open_text` for an array, uint32 `[n]`."""
+        """Opens an array, uint32 `[n]`, as `open_text` does."""
         opened = np.array(self.open_text(ids[:1].tolist()), np.uint32)
         return np.concatenate([opened, ids[1:]])
 
@@ -123,7 +123,7 @@ class Tokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray | None:
-        """UTF-8 bytes that each id stands for, int32; special ids stand for no text.
+        """Number of UTF-8 bytes of each id, int32; 0 for special ids.
 
         None for a tokenizer that is neither byte-level nor of SentencePiece's kind.
         """
@@ -159,9 +159,9 @@ class Tokenizer:
 
     @functools.cached_property
     def mark_ids(self) -> frozenset[int]:
-        """Ids whose strings are marks, not text: special tokens, and added tokens spelt <|so|>.
+        """Ids whose strings are marks, not text: special tokens, and added tokens such as <|this|>.
 
-        Converters differ in whether they declare the latter special.
+        Converters differ in whether they declare added tokens special.
         """
         marks = (i for i in self.added_ids if re.fullmatch(r"<\|.+\|>", self.tokens[i]))
         return self.special_ids.union(marks)
@@ -236,14 +236,14 @@ class Tokenizer:
     def encode_with_offsets(
         self, text: str, *, parse_special: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids as from `encode`, and the characters `[start, end)` that each came from."""
+        """Encodes as `encode`; returns the characters `[start, end)` of each id too."""
         ((ids, offsets),) = self.encode_batch_with_offsets([text], parse_special=parse_special)
         return ids.tolist(), list(map(tuple, offsets.tolist()))
 
     def encode_batch_with_offsets(
         self, texts: Sequence[str], *, parse_special: bool = True
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`encode_with_offsets` of texts, on all cores: uint32 ids, int64 characters `[n, 2]`."""
+        """Encodes texts as `encode_with_offsets`, on all cores: uint32 ids, int64 `[n, 2]`."""
         return encode_texts(self.encoder if parse_special else self._plain, texts)
 
     @property
@@ -254,7 +254,7 @@ class Tokenizer:
         return {name: self.tokens[i] for name, i in ids.items() if i is not None and i < size}
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_next: bool = False) -> str:
-        """The conversation through the chat template; `answer_next` opens the assistant's turn.
+        """Renders a conversation by the chat template; `answer_next` opens the assistant's turn.
 
         Raises `UserError` if the tokenizer has no template or the template refuses the messages.
         """
@@ -279,13 +279,13 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokenizer:
-    """The tokenizer of a GGUF or .apr file, or of a Hugging Face folder.
+    """Loads the tokenizer of a GGUF or .apr file, or of a Hugging Face folder.
 
     For a file without a tokenizer, the `tokenizer.json` in its folder is read. With a `table` the
     file is not opened again. Raises `UserError` if there is no tokenizer.
     """
     path = Path(fetch_path(path, TOKENIZER))
-    if path.is_dir():  # which may have a tokenizer and no weights
+    if path.is_dir():  # it may have a tokenizer and no weights
         return _from_folder(path)
     table = open_table(path) if table is None else table
     if "general.architecture" in table.metadata or "tokenizer.ggml.tokens" in table.metadata:
@@ -294,13 +294,13 @@ def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokeni
 
 
 class TokenizerFiles(NamedTuple):
-    """Where a tokenizer is stored: in a folder's files or in the key-values of a GGUF header."""
+    """The place of a tokenizer: a folder's files or the key-values of a GGUF header."""
 
     folder: Path | None  # with tokenizer.json; None if key-values have the tokenizer
     values: dict[str, Any]  # the key-values
 
     def list_paths(self) -> list[Path]:
-        """The tokenizer's files in the folder, without config.json, which is the model's."""
+        """The tokenizer's files in the folder, without the model's config.json."""
         if self.folder is None:
             return []
         patterns = [name for name in TOKENIZER if name != "config.json"]
@@ -309,7 +309,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def find_tokenizer_files(path: str | Path, table: TensorTable | None = None) -> TokenizerFiles:
-    """Where the file or folder stores its tokenizer; `table` as in `load_tokenizer`."""
+    """Finds the place of a file's or folder's tokenizer; `table` as in `load_tokenizer`."""
     path = Path(fetch_path(path, TOKENIZER))
     if path.is_dir():
         return TokenizerFiles(path, {})
@@ -338,7 +338,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
 
 
 def _read_parts(metadata: Mapping[str, Any], rule: Rule, *, scored: bool) -> EncoderParts:
-    """Tokens without padding rows, their types, and merges, by score if `scored`."""
+    """Reads tokens without padding rows, their types, and merges, by score if `scored`."""
     tokens: list[str] = list(metadata["tokenizer.ggml.tokens"])
     parts = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", [])]
     merges = [(left, right) for left, right in parts]
@@ -381,7 +381,7 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1),
         metadata.get("tokenizer.chat_template"),
     )
-    # A padding row is for an evaluation to name.
+    # `kdjax evaluate` reports a padding row.
     if type(eos) is not int or not 0 <= eos < len(rows):
         raise UserError(
             f"{source}: found the end token {eos!r}; expected an id below {len(rows)}. {_ANOTHER}"
@@ -405,7 +405,7 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
 
 
 def default_pre_tokenizer(metadata: Mapping[str, Any]) -> str:
-    """The pre-tokenizer, a key of `PRE_TOKENIZERS`, of a file that names none."""
+    """Chooses the pre-tokenizer, a key of `PRE_TOKENIZERS`, for a file that names none."""
     if "general.architecture" in metadata:  # GGUF files from before the key existed
         return "default"
     family = FAMILIES.get(metadata.get("model_type", ""))
@@ -413,7 +413,7 @@ def default_pre_tokenizer(metadata: Mapping[str, Any]) -> str:
 
 
 def opens_with_bos(metadata: Mapping[str, Any]) -> bool:
-    """Whether BOS opens every text, by the file or, if it does not say, by its kind."""
+    """Whether BOS opens every text: by the file, or by the kind of tokenizer."""
     if (said := metadata.get("tokenizer.ggml.add_bos_token")) is not None:
         return bool(said)
     kind = KINDS.get(metadata.get("tokenizer.ggml.model", ""))
@@ -422,7 +422,7 @@ def opens_with_bos(metadata: Mapping[str, Any]) -> bool:
 
 
 def _guess_types(tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> list[int]:
-    """Types of tokens in a file without types: tokens that no merge makes, but bytes, are added."""
+    """Types of tokens in a file without types: tokens that no merge makes are control tokens."""
     made = {left + right for left, right in merges}
     known = ((NORMAL if len(t) == 1 or t in made else CONTROL) for t in tokens)
     pairs = zip(tokens, known, strict=True)
@@ -472,7 +472,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _open_by_transformers(folder: Path) -> Any:
-    """The tokenizer that Transformers loads; raises `UserError` if it refuses the folder."""
+    """Loads a tokenizer by Transformers; raises `UserError` if it refuses the folder."""
     from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
 
     path, given = folder / "config.json", dict[str, Any]()
@@ -489,7 +489,7 @@ def _open_by_transformers(folder: Path) -> Any:
         raise UserError(
             f"{folder}: Transformers refuses {_find_refused({} if given else config, said)} "
             f"({said}). "
-            "Mend it, or save config and tokenizer again as `save_pretrained` writes them. "
+            "Correct it, or save config and tokenizer again as `save_pretrained` writes them. "
             f"{_ANOTHER}"
         ) from error
 

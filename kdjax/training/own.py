@@ -119,7 +119,7 @@ class Own:
         return {f"own.{name}": said[name] for name in _DECIDING if name in said}
 
     def identify_finished(self, saved: Mapping[str, str]) -> dict[str, str]:
-        """That part for a finished run, for which nothing is built."""
+        """Part of a finished run's identity, for which nothing is built."""
         given = [f"own.{n}" for n in _DECIDING if getattr(self, n) not in (None, ())]
         return {name: saved.get(name, "given") for name in given}
 

@@ -1,4 +1,4 @@
-"""Triton kernels through Pallas for what XLA does in too many passes over memory.
+"""Triton kernels through Pallas for operations that XLA does in too many passes over memory.
 
 Kernels of the gated delta rule and its convolution have flash-linear-attention's names. Letters are
 those of `models.delta`; A is (I + M)^-1, D a decay. `_fwd` and `_bwd` are forwards and backwards.
@@ -33,8 +33,8 @@ recurrent
   fused_recurrent_...     S <- D S + k v_new, o = S^T q    q, k, v, g, beta, S      delta.recur
   recur_with_pending_...  likewise; S stored at times   x [B, X], g, beta, S     read_and_keep
 
-The definitions are plain JAX. They run wherever `Placement.kernels` is false: on other devices,
-where `tensor` splits what a kernel needs in one piece, and once JAX has no Triton any more,
-deprecated since 0.11. `normalize_rows`, `make_heads` and `chunk_gated_delta_rule` have gradients;
-the others serve a frozen teacher, or callers that have a gradient themselves.
+The definitions are plain JAX. They run wherever `Placement.kernels` is false: on other devices, if
+`tensor` splits an array that a kernel needs in one piece, and once JAX drops Triton, deprecated
+since 0.11. `normalize_rows`, `make_heads` and `chunk_gated_delta_rule` have gradients; the others
+serve a frozen teacher, or callers that compute gradients themselves.
 """

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.models.kernels.common import EXCLUDED, plgpu
 
-# Of `attend_and_keep`: slots of the cache at a time, warps, stages.
+# For `attend_and_keep`: slots of the cache at a time, warps, stages.
 _SLOTS, _DECODING_WARPS, _DECODING_STAGES = 64, 4, 3
 
 
@@ -29,14 +29,14 @@ def attend_and_keep(
 ) -> tuple[Array, Array, Array]:
     """Computes `attention.attend_and_keep` for T new positions a row; in one reading, and in place.
 
-    The R = T G queries of a key head are those of the first position, then those of the next. A row
-    reads of the cache what its position says and at most `seen` positions, its own included: XLA
-    copies a layer to multiply it, and reads all.
+    The R = T G queries of a key head are ordered by position. A row reads the cache up to its
+    position and at most `seen` positions, including itself. XLA would copy a layer to multiply it,
+    and read all of it.
     """
     batch, heads, rows = q.shape[:3]
     new, slots = k.shape[2], keys.shape[3]
     at = jnp.stack([layer, seen]).astype(jnp.int32), positions.astype(jnp.int32)
-    # A block that reaches beyond the cache is masked; none does where blocks divide it.
+    # A block that reaches beyond the cache is masked; none does if blocks divide the cache.
     size = min(_SLOTS, pl.next_power_of_2(slots))
     return pl.pallas_call(
         functools.partial(_attend_and_keep, rows, new, slots, size, scale),
@@ -68,7 +68,7 @@ def _attend_and_keep(
     fresh = [
         plgpu.load(x.at[row, head, of_new[:, None], width], mask=inside, other=0.0) for x in (k, v)
     ]
-    asks = position + of_query // (rows // new)  # each query's own position
+    asks = position + of_query // (rows // new)  # each query's position
 
     def weigh(key: Array, slot: Array, known: Array) -> Array:
         scores = plgpu.dot(queries, key, trans_b=True) * scale
@@ -91,7 +91,7 @@ def _attend_and_keep(
         mixed = mixed * fall[:, None] + plgpu.dot(weights.astype(value.dtype), value)
         return higher, total, mixed
 
-    # The new positions first: a query sees itself at least, so that no peak is EXCLUDED.
+    # The new positions first: a query sees at least itself, so that no peak is EXCLUDED.
     scores = weigh(fresh[0], position + of_new, of_new < new)
     peak = jnp.max(scores, axis=1)
     weights = jnp.exp(scores - peak[:, None])

@@ -8,10 +8,10 @@ from jaxtyping import Array
 
 try:
     from jax.experimental.pallas import triton as plgpu
-except Exception:  # gone or refused: `device.placement` says so, once
+except Exception:  # missing or refused: `device.placement` warns once
     plgpu: Any = None
 
-# In place of -inf for ids that do not exist and keys that a query does not see: exp of it is 0, and
+# Replaces -inf for ids that do not exist and keys that a query does not see: its exp is 0, and
 # 0 * (a - a) is not NaN.
 EXCLUDED = -1e30
 FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of fraction; largest 448, no infinity
@@ -29,6 +29,6 @@ def iota(size: int) -> Array:
 
 
 def mask_columns(width: int) -> tuple[Array, Array]:
-    """Column numbers up to a power of two, which Triton asks for, and which of them exist."""
+    """Column numbers up to a power of two, which Triton needs, and which of them exist."""
     column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     return column, column < width

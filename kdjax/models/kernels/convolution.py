@@ -1,4 +1,4 @@
-"""The causal convolution before the gated delta rule, and what follows it up to the rule.
+"""The causal convolution before the gated delta rule, and the operations between the two.
 
 `make_heads` convolves, applies silu, splits queries, keys and values, and normalizes the first two:
 flash-linear-attention's `causal_conv1d` and `l2norm`. Letters are those of `models.delta`.
@@ -16,13 +16,13 @@ from kdjax.models.kernels.common import iota, plgpu
 
 _WARPS = 4  # of a program
 
-# Positions of a forward program; those that a backward one adds up, and how many at a time.
+# Positions of a forward program; positions that a backward one adds up, in all and at a time.
 _HEAD_ROWS = 32
 _BACK_SPAN, _BACK_ROWS = 256, 8
 
 
 class _Columns(NamedTuple):
-    """Columns of `[B, T, E]` of a program's head: of queries, then keys, then values."""
+    """Columns of `[B, T, E]` for a program's head: of queries, then keys, then values."""
 
     row: Array
     tile: Array
@@ -33,13 +33,13 @@ class _Columns(NamedTuple):
     groups: int
 
     def choose(self, queries: Any, keys: Any, values: Any) -> Array:
-        """The one of the three that this head is of."""
+        """Selects queries, keys or values, whichever this head belongs to."""
         return jnp.where(
             self.head < self.groups, queries, jnp.where(self.head < 2 * self.groups, keys, values)
         )
 
     def parts(self, refs: Any, position: Array) -> Any:
-        """Places of these positions in queries, keys and values, and which of them are meant."""
+        """Places of these positions in queries, keys and values, and which of them are valid."""
         for i, ref in enumerate(refs):
             begin, heads = i * self.groups, ref.shape[2]
             mine = (self.head >= begin) & (self.head < begin + heads)
@@ -47,7 +47,7 @@ class _Columns(NamedTuple):
             yield ref.at[self.row, position[:, None], head, self.place[None]], mine & self.real
 
     def load(self, refs: Any, position: Array, inside: Array) -> Array:
-        """These positions of queries, keys or values, whichever this head is of."""
+        """Loads these positions of queries, keys or values, whichever this head belongs to."""
         begins = 0, self.groups, 2 * self.groups
 
         def read(ref: Any, begin: int) -> Array:
@@ -63,7 +63,7 @@ class _Columns(NamedTuple):
 def _locate_columns(groups: int, keys: int, width: int) -> _Columns:
     row, tile, head = (pl.program_id(i) for i in range(3))
     place, is_key = iota(max(keys, width)), head < 2 * groups
-    left_out = 2 * groups * (keys - width)  # what heads of this width leave out
+    left_out = 2 * groups * (keys - width)  # columns that heads of this width leave out
     start = jnp.where(is_key, head * keys, head * width + left_out)
     real = True if keys == width else jnp.where(is_key, place < keys, place < width)[None]
     return _Columns(row, tile, head, start + place, place, real, groups)
@@ -116,14 +116,14 @@ def _convolve(inputs: list[Array], weights: list[Array], dtype: Any) -> tuple[Ar
 
 
 def _l2norm_factors(at: _Columns, keys: int, made: Array) -> tuple[Array, Array]:
-    """Rows' inverse lengths, 1 of values; and what queries are scaled by besides."""
+    """Inverse lengths of rows, 1 for values; and the factor of queries."""
     lengths = jax.lax.rsqrt(jnp.sum(made * made, axis=1) + 1e-6)[:, None]
     one = jnp.ones_like(lengths)
     return at.choose(lengths, lengths, one), at.choose(keys**-0.5 * one, one, one)
 
 
 def _l2norm_bwd(at: _Columns, keys: int, made: Array, dout: Array) -> Array:
-    """The gradient of what has been made, by that of its scaled unit vectors."""
+    """The gradient of vectors before their scaling to unit length."""
     factor, scale = _l2norm_factors(at, keys, made)
     along = factor * factor * jnp.sum(dout * made, axis=1)[:, None]
     return (factor * scale) * dout - (factor * scale * along) * made
@@ -139,7 +139,7 @@ def make_heads(
     before: Float[Array, "B W1 E"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T G K"], Float[Array, "B T G K"], Float[Array, "B T H V"]]:
-    """Queries, keys and values of `delta.make_heads`, in mixed's dtype; it is read once.
+    """Computes `delta.make_heads`: queries, keys and values in mixed's dtype; reads mixed once.
 
     With `before` it has no gradient.
     """
@@ -185,7 +185,7 @@ def _forward(mixed, kernel, segment_ids, sizes, interpret) -> Any:
 
 
 def _backward(sizes: Any, interpret: bool, residuals: Any, gradients: Any) -> Any:
-    """Gradients by the sum of each position first, which its W inputs then share."""
+    """Computes gradients of each position's sum first; its W inputs share them."""
     mixed, kernel, ids = residuals
     (groups, _, heads, _), (rows, length, _), columns = sizes, mixed.shape, kernel.shape[0]
     spans = pl.cdiv(length, _BACK_SPAN)
@@ -210,7 +210,7 @@ def _backward(sizes: Any, interpret: bool, residuals: Any, gradients: Any) -> An
 
 
 def _causal_conv1d_bwd_sums(sizes, mixed, kernel, ids, dq, dk, dv, dsums, dkernel):
-    """Gradients of the sums at a span of positions, and of the weights by these."""
+    """Gradients of the sums at a span of positions, and of the weights from them."""
     groups, keys, _, width = sizes
     at, length = _locate_columns(groups, keys, width), mixed.shape[1]
 
@@ -240,7 +240,7 @@ def _causal_conv1d_bwd_sums(sizes, mixed, kernel, ids, dq, dk, dv, dsums, dkerne
 
 
 def _causal_conv1d_bwd_inputs(sizes, dsums, kernel, ids, dmixed):
-    """Gradients of inputs: of the sums at their own and the next positions of the document."""
+    """Gradients of inputs, from the sums at their position and the next ones of the document."""
     groups, keys, _, width = sizes
     at, reach, length = _locate_columns(groups, keys, width), kernel.shape[1] - 1, ids.shape[1]
     position = at.tile * _HEAD_ROWS + iota(_HEAD_ROWS)

@@ -348,7 +348,7 @@ def _locate_columns(columns: int, heads: int, size: int) -> _StateColumns:
 def _advance_state(
     at: _StateColumns, refs: Any, n: Array, state: Array, half: Array, v_new: Any = None
 ) -> Any:
-    """The state after chunk n, and v_new: (I + M)^-1 times beta (v - what the state says of k)."""
+    """The state after chunk n, and v_new: (I + M)^-1 times beta (v - S^T k)."""
     inverse, from_start, to_end, through, beta, k, v = refs
     keys, values = at.load(k, n), at.load(v, n, at.column).astype(jnp.float32)
     missing = values - at.load_shares(from_start, n) * plgpu.dot(keys, half)

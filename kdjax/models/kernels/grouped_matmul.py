@@ -21,7 +21,7 @@ class Tiles(NamedTuple):
     """Rows sorted by expert, in tiles of `TILE_ROWS` rows of one expert each."""
 
     experts: Array  # int32 [tiles]; the number of experts for a tile of none
-    rows: Array  # int32 [tiles * TILE_ROWS]: which row stands at each place
+    rows: Array  # int32 [tiles * TILE_ROWS]: the row at each place
 
 
 def tiles_fit(gate: tuple[int, ...], dtype: DTypeLike) -> bool:
@@ -65,7 +65,7 @@ def _multiply_tiles(
     settings: tuple[int, int, int, int],
     interpret: bool,
 ) -> Array:
-    """`rows` are those of the places; or which row stands at each place, then all rows."""
+    """`rows` are ordered by place, or are the row's number at each place, then all rows."""
     count, size, width = weights[0].shape
     columns, depth, warps, stages = settings
     across = size // columns
@@ -79,7 +79,7 @@ def _multiply_tiles(
 
 
 def _multiply_tile(gathered, count, width, columns, depth, across, experts, *refs):
-    """One tile's columns; refs: which rows if `gathered`, rows, one weight or two, the result."""
+    """One tile's columns; refs: numbers of rows if `gathered`, rows, one weight or two, result."""
     chosen, (x, *weights, out) = refs[:gathered], refs[gathered:]
     tile, part = pl.program_id(0) // across, pl.program_id(0) % across
     expert = plgpu.load(experts.at[tile])

@@ -19,7 +19,7 @@ def round_rows(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "N D"], Float[Array, " N"]]:
-    """x as float8 and a float32 scale a row; with a norm's (weight, eps), of x normalized by it."""
+    """x as float8 with a float32 scale a row; with a norm's (weight, eps), the normalized x."""
     scales = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
     return _run_norm(x, norm, (jax.ShapeDtypeStruct(x.shape, FP8), scales), interpret)
 
@@ -66,7 +66,7 @@ def _norm_fwd(width: int, eps: float | None, x, *refs):
 
 
 def _norm_parameters(width: int) -> Any:
-    # 4 warps for widths of 896 and 3584; beyond, what keeps a thread's share the same.
+    # 4 warps for widths of 896 and 3584; more for wider rows, so that a thread's share is equal.
     warps = min(max(4, pl.next_power_of_2(width) // 1024), 16)
     return plgpu.CompilerParams(num_warps=warps, num_stages=1)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kdjax.models.kernels.common import plgpu
 
-_STEP_COLUMNS, _STEP_WARPS = 32, 4  # of a state that one program of a few positions changes
+_STEP_COLUMNS, _STEP_WARPS = 32, 4  # columns of a state for one program, and its warps
 
 
 def fused_recurrent_gated_delta_rule(
@@ -29,7 +29,7 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[Array, Array]:
     """Computes `delta.recur` for the states of one layer of a stack, each read and written once.
 
-    Returns outputs `[B, T, H, V]` and the stack. `kept` is the part of a state that stays. XLA
+    Returns outputs `[B, T, H, V]` and the stack. `kept` is the decay of a state. XLA
     reads and writes a layer's states some five times.
     """
     batch, _, heads, width = v.shape
@@ -62,14 +62,14 @@ def _fused_recurrent(count, groups, columns, layer, q, k, v, kept, beta, states,
     plgpu.store(stack.at[at], jax.lax.fori_loop(0, count, step, plgpu.load(states.at[at])))
 
 
-# Columns of a state that one program reads, its warps; warps that make a head's position.
+# Columns of a state for one program, and its warps; warps that compute a head's position.
 _COLUMNS, _WARPS, _CONV_WARPS = 128, 8, 2
 
 
 class PendingUpdates(NamedTuple):
     """Effects of up to S positions on the states of L layers, which do not hold them yet.
 
-    A state is then e^g S + sum of e^g' k v_new^T, g the decays since.
+    A state is then e^g S + sum of e^g' k v_new^T, with g the decays since.
     """
 
     keys: Float[Array, "L B G S K"]
@@ -81,7 +81,7 @@ class PendingUpdates(NamedTuple):
 def allocate_updates(
     shapes: Sequence[jax.ShapeDtypeStruct], interpret: bool = False
 ) -> PendingUpdates:
-    """Unwritten arrays of these shapes: `recur_with_pending_updates` reads only what it wrote."""
+    """Uninitialised arrays: `recur_with_pending_updates` reads only places that it wrote."""
     made = pl.pallas_call(
         _write_nothing,
         grid=(1,),
@@ -111,18 +111,18 @@ def recur_with_pending_updates(
 ) -> tuple[Float[Array, "B H V"], Array, Array, PendingUpdates]:
     """Computes `delta.read_and_keep` for one position a row, of a layer of stacks, all in place.
 
-    It is the position number `place` since the states were written. States are read once; only the
-    last of the S places writes them, and the convolution's last inputs, with what all taught: a
-    state is as much again to write as to read. Of rows that are not `alive` nothing is read,
-    kept or given. Sums are float32, whatever the states are. S is at least W.
+    `place` is the number of positions since the states were written. States are read once; only
+    the last of the S places writes them, with all pending updates, and the convolution's last
+    inputs, since writing a state costs as much as reading it. Rows that are not `alive` are neither
+    read nor written. Sums are float32 for any dtype of states. S is at least W.
     """
     (batch, heads), width = decay.shape, states.shape[4]
     groups, key_width = pending.keys.shape[2], pending.keys.shape[4]
-    # Apart: joined for each layer they would take a kernel.
+    # Separate arrays: joining them would take a kernel for each layer.
     at = *(x.astype(jnp.int32)[None] for x in (layer, place)), alive.astype(jnp.int32)
 
     def run(body: Any, grid: Any, made: Any, given: Any, kept: Any, warps: int) -> Any:
-        """Outputs are those that are made, then what is kept, changed in place."""
+        """Outputs are new arrays first, then the arrays changed in place."""
         first = len(at) + len(given)
         return pl.pallas_call(
             functools.partial(_run_alive, body, len(grid)),
@@ -202,7 +202,7 @@ def _causal_conv1d_update(layer, place, head, row, mixed, kernel, inputs, keys, 
 
 
 def _recur_with_pending(layer, place, number, head, row, q, v, decay, beta, keys, *refs):
-    """A part of a head's state: what it says, and what the position teaches."""
+    """A part of a head's state: its output, and the position's update."""
     states, old_values, decays, out, kept_states, kept_values, kept_decays = refs
     _, _, groups, count, key_width = keys.shape
     columns = min(_COLUMNS, states.shape[4])
@@ -219,7 +219,7 @@ def _recur_with_pending(layer, place, number, head, row, q, v, decay, beta, keys
     v_new = plgpu.load(
         old_values.at[layer, row, head, past[:, None], part[None]], mask=known[:, None], other=0.0
     )
-    # What is left of the state, and of the update of each place before this one.
+    # Decay of the state, and of the update of each place before this one.
     now = plgpu.load(decay.at[row, head])
     faded = plgpu.load(decays.at[layer, row, head, past], mask=known, other=0.0)
     later = jnp.sum(jnp.where(past[:, None] < past[None], faded[None], 0.0), axis=1)
@@ -239,8 +239,8 @@ def _recur_with_pending(layer, place, number, head, row, q, v, decay, beta, keys
 
     @pl.when(place == count - 1)
     def _():
-        # A few keys at a time, loaded again, from a cache: a whole part in registers to the end
-        # leaves none for other programs, of which many are to wait for memory at once.
+        # A few keys at a time, loaded again from a cache: keeping the part in registers would leave
+        # none for other programs, and many must wait for memory at once.
         size = min(16, key_width)
 
         def write(step, _):

@@ -78,7 +78,7 @@ def _softmax_sums(inputs: int, temperature: float, real: int, width: int, *refs)
         their_fall = (their_peak - their_new) * cooled
         weight, kept = jnp.exp(their_below), jnp.exp(their_fall)
         # The sums so far hold exponents below the old peaks. The new peaks are higher: scale
-        # each sum by e^fall, and shift the differences that `distance` weighs.
+        # each sum by e^fall, and shift the differences that `distance` weights.
         distance = kept * (distance + z * (their_fall - fall))
         distance += jnp.sum(weight * (their_below - below))
         return new, hard, soft, their_new, z * kept + jnp.sum(weight), distance
@@ -97,7 +97,7 @@ class BlockSums(NamedTuple):
 
     peaks: Array
     hard: Array  # sum of e^x
-    soft: Array  # sum of e^(x / T) of what is kept
+    soft: Array  # sum of e^(x / T) over kept ids
 
 
 def sum_blocks(

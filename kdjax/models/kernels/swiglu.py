@@ -23,10 +23,10 @@ def gate_and_round(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "N F"], Float[Array, " N"]]:
-    """silu(gate) * up of products not yet scaled, as float8 and a float32 scale a row.
+    """silu(gate) * up of unscaled products, as float8 with a float32 scale a row.
 
-    A number of `gate` stands for gate * rows * gate_scale, one of `up` likewise. Read once: XLA
-    writes the result in bf16, reads it for each row's largest number, and again to round it.
+    A number of `gate` means gate * rows * gate_scale, and so for `up`. Reads each once: XLA writes
+    the result in bf16, reads it for each row's largest number, and again to round it.
     """
     count, width = gate.shape
     return pl.pallas_call(
@@ -65,7 +65,7 @@ def _gate_and_round(width: int, gate, up, rows, gate_scale, up_scale, values, sc
 
 
 def _cut_width(width: int) -> list[tuple[int, int]]:
-    """(start, size) of pieces whose sizes are powers of two, as Triton wants them."""
+    """(start, size) of pieces whose sizes are powers of two, as Triton needs them."""
     blocks, start = [], 0
     while start < width:
         size = min(_WIDTH_BLOCK, 1 << (width - start).bit_length() - 1)
