@@ -13,20 +13,20 @@ ROOT = Path(__file__).parents[1]
 
 # The most uses of each word in kdjax/. Lower a number when fewer are left; never raise one.
 CEILINGS = {
-    "behind": 84,
-    "beside": 129,
-    "gives": 48,
-    "so many": 56,
-    "the same": 43,
-    "that of": 171,
-    "whole": 121,
-    "one's own": 99,
-    "own answers": 20,
-    "likeliest": 39,
-    "asks for": 63,
-    "wants": 15,
-    "who, what": 70,
-    "told": 17,
+    "behind": 3,
+    "beside": 9,
+    "gives": 6,
+    "so many": 6,
+    "the same": 5,
+    "that of": 60,
+    "whole": 17,
+    "one's own": 10,
+    "own answers": 1,
+    "likeliest": 0,
+    "asks for": 12,
+    "wants": 0,
+    "who, what": 12,
+    "told": 1,
 }
 
 
