@@ -64,7 +64,7 @@ class Form:
     rounds: ClassVar[bool] = False  # whether what is seen is less exact than the masters
     # Arguments of `make_step` that the form does not go with, and why.
     conflicts: ClassVar[Mapping[str, str]] = {}
-    # Whether a student differs from its own file from the start, so that this file may teach it.
+    # Whether a student differs from its file before the first step, so that the file may teach it.
     differs: ClassVar[bool] = False
     writes: ClassVar[bool] = True  # whether what trains is a model that generates text
     # Of a run's plan: the name of the masters; whether embedding and head have no gradient;
@@ -75,7 +75,7 @@ class Form:
     casts: ClassVar[bool] = True  # whether float32 matrices are cast for each product
 
     def settle(self, student: Model) -> "Form":
-        """The form with all that it takes from the student; `UserError` for one it does not fit."""
+        """Completes the form from its student; raises `UserError` for one that it does not fit."""
         return self
 
     def masters(self, params: Params) -> Params:
@@ -91,7 +91,7 @@ class Form:
         return masters
 
     def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """Paths of what is seen that get no gradient, whatever the optimizer is; shapes will do."""
+        """Paths of seen parameters that never get a gradient; takes shapes, too."""
         return frozenset()
 
     def learns(self, params: Params) -> bool:
@@ -121,16 +121,16 @@ class Form:
         return zeros_for(self.masters(grads), frozen, masters)
 
     def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
-        """Shardings of what is seen, or arrays that have them, given those of the masters."""
+        """Shardings of the seen parameters, or arrays that have them; `masters` are shardings."""
         return self.join(base, masters)
 
     def place(self, kept: Kept, seen: Any) -> Any:
-        """Shardings of what is kept, given those of what is seen."""
+        """Shardings of the kept arrays, given those of the seen parameters."""
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """The dtype in which parts of float32 matrices travel between devices; None: as they are.
+        """The dtype in which parts of float32 matrices travel between devices; None: float32.
 
-        `dtype` is that of the products.
+        The products of the forward pass are in `dtype`.
         """
         return dtype
 
@@ -139,7 +139,7 @@ class Form:
         return self.see(base, kept, masters)
 
     def compile(self, function: Callable[..., Any], places: Any = None) -> Callable[..., Any]:
-        """`function`, `see` or `pack`, as it is called between steps; results lie at `places`."""
+        """Prepares `see` or `pack` for calls between steps; results lie at `places`."""
         return function
 
     @property
@@ -155,19 +155,19 @@ class Form:
         return ""
 
     def base_dtype(self, compute: DTypeLike) -> DTypeLike:
-        """The dtype of the base's numbers, given that of products."""
+        """The dtype of the base's numbers, given the dtype of products."""
         return compute
 
     def open(self, student: Checkpoint) -> Checkpoint:
-        """The student as the form trains it; `UserError` for one that it does not fit."""
+        """Returns the student as the form trains it; raises `UserError` if it does not fit."""
         return student
 
     def find_start(self, student: Checkpoint) -> Checkpoint:
-        """The student at the start, as a teacher of its own."""
+        """Returns the model of `teacher.path=self`: the student before training."""
         return student
 
     def draw(self, student: Checkpoint, seed: int) -> Params | None:
-        """The masters before the first step; None: those of the student's file."""
+        """Makes the masters before the first step; None: the student's file has them."""
         return None
 
     def shapes(self, student: Checkpoint) -> Params:
@@ -175,7 +175,7 @@ class Form:
         return self.masters(functional(student.spec, Compute())[1])
 
     def shape_gradients(self, student: Checkpoint) -> Params:
-        """Shapes of the gradients that a step forms: here of the masters."""
+        """Shapes of the gradients that a step forms."""
         return self.shapes(student)
 
     def shape_seen(self, student: Checkpoint) -> Params:
@@ -196,7 +196,7 @@ class Form:
         return Model(functions, shapes, rows, spec=student.spec, placement=compute.placement)
 
     def choose_remat(self, remat: str) -> str:
-        """What the backward pass recomputes, given `student.remat`."""
+        """Returns what the backward pass recomputes, given `student.remat`."""
         return remat
 
     def list_backward(self, spec: ArchSpec) -> ArchSpec:
@@ -213,13 +213,13 @@ PLAIN = Form()
 
 @dataclasses.dataclass(frozen=True)
 class Adapters(Form):
-    """Adapters of a student that has some (`kdjax.add_lora`) train, beside its frozen base.
+    """Trains the adapters of a student (`kdjax.add_lora`); their base is frozen.
 
-    The base stays as it was loaded, packed or dense; it is never donated, stepped or saved, and a
-    teacher may be the same arrays. A student with adapters has this form by itself.
+    The base stays as it was loaded, packed or dense. It is never donated, stepped or saved, and a
+    teacher may share its arrays. A student with adapters has this form by default.
     """
 
-    lora: Lora | None = None  # that of the student, once settled
+    lora: Lora | None = None  # of the student, once settled
     asked: LoraConfig | None = dataclasses.field(default=None, compare=False)  # of a run
 
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -237,7 +237,7 @@ class Adapters(Form):
         return {LORA: self.lora.record}
 
     def settle(self, student: Model) -> "Adapters":
-        """The form of this student's adapters; `UserError` for a student without."""
+        """Reads the student's adapters; raises `UserError` for a student without."""
         lora = Lora.of_params(student.params)
         if lora is None:
             raise UserError(
@@ -272,7 +272,7 @@ class Adapters(Form):
         return self.join(base, masters)
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """As they are: float32 arrays of a base are scales."""
+        """None: float32 arrays of a base are scales, which travel unrounded."""
 
     @property
     def weights(self) -> str:
@@ -281,7 +281,7 @@ class Adapters(Form):
         return self.asked.weights
 
     def open(self, student: Checkpoint) -> Checkpoint:
-        """The student; `UserError` for targets and ranks that it does not have."""
+        """Returns the student; raises `UserError` for targets and ranks that it does not have."""
         self.choose_lora(student)
         return student
 
@@ -355,7 +355,7 @@ class MergedAdapters(Adapters):
     casts: ClassVar[bool] = True
 
     def settle(self, student: Model) -> "MergedAdapters":
-        """As `Adapters`; `UserError` for a base in float8, whose numbers are not the file's."""
+        """Reads the adapters; raises `UserError` for a float8 base, which has other numbers."""
         scaled = jax.tree.leaves(student.params, is_leaf=lambda x: isinstance(x, Scaled))
         if any(isinstance(x, Scaled) for x in scaled):
             raise UserError(
@@ -374,7 +374,7 @@ class MergedAdapters(Adapters):
         return frozenset(path for path in list_paths(seen) if path not in adapted)
 
     def see(self, base: Params, kept: Kept, masters: Params) -> Params:
-        """The base's numbers with the changes added; the same bits on every backend."""
+        """Adds the changes to the base's numbers, with equal bits on every backend."""
         assert self.lora is not None
         flat, changes = _flatten(base), _flatten(masters)
         for path, leaf in flat.items():
@@ -431,21 +431,21 @@ class MergedAdapters(Adapters):
         return compute.scan
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
-        """As of a student that trains whole: gradients of matrices are formed."""
+        """As of a full fine-tune: gradients of matrices are formed."""
         return Form.count_flops(self, spec, length, 1.0)
 
     def shape_gradients(self, student: Checkpoint) -> Params:
-        """Those of the adapted matrices, of which those of A and B are made."""
+        """Shapes of the adapted matrices, whose gradients those of A and B are made of."""
         shapes = _flatten(functional(student.spec, Compute())[1])
         return unflatten_dict({path: shapes[path] for path in self.choose_lora(student).targets})
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftBlock(Form):
-    """The block that drafts (MTP) of a student that has one trains (`kdjax.take_block`).
+    """Trains the drafting block (MTP) of a student (`kdjax.take_block`); all else is the base.
 
-    All else is the base, as that of `Adapters`; a teacher of the same arrays is the model that the
-    block drafts for. Such a student has this form by itself.
+    A teacher that shares the base's arrays is the model that the block drafts for. Such a student
+    has this form by default.
     """
 
     new: bool = False  # of a run: the block is drawn, in place of the file's
@@ -462,7 +462,7 @@ class DraftBlock(Form):
         return {BLOCK: True}
 
     def settle(self, student: Model) -> "DraftBlock":
-        """Itself; `UserError` for a student without a block that trains."""
+        """Returns itself; raises `UserError` for a student without a block that trains."""
         if not isinstance(student.functions, DraftFunctions):
             raise UserError(
                 f"{student.name}: found no block that drafts and form=DraftBlock(); expected a "
@@ -487,7 +487,7 @@ class DraftBlock(Form):
         return frozenset(list_paths(base))
 
     def learns(self, params: Params) -> bool:
-        """Always: what the layers predict says nothing of the block."""
+        """True: the layers' predictions do not depend on the block."""
         return True
 
     def see(self, base: Params, kept: Kept, masters: Params) -> Params:
@@ -495,10 +495,10 @@ class DraftBlock(Form):
         return self.join(base, masters)
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """As they are: float32 arrays of a base are scales."""
+        """None: float32 arrays of a base are scales, which travel unrounded."""
 
     def open(self, student: Checkpoint) -> Checkpoint:
-        """The student with its block, or a new one; `UserError` for one that cannot have it."""
+        """Returns the student with its block, or a new one; raises `UserError` if it has none."""
         if student.adapters is not None:
             raise UserError(
                 f"{student}: found adapters and student.block={NEW if self.new else OWN_BLOCK!r}; "
@@ -507,7 +507,7 @@ class DraftBlock(Form):
         return dataclasses.replace(student, spec=find_block(student.spec, student, new=self.new))
 
     def draw(self, student: Checkpoint, seed: int) -> Params | None:
-        """A new block; None: the file's."""
+        """Draws a new block; None: the file has it."""
         return {"mtp": draw_block(student.spec, seed)} if self.new else None
 
     def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
@@ -528,8 +528,7 @@ class DraftBlock(Form):
         )
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
-        """The layers once more, without the head, and the block both ways; the head has no
-        gradient of its own."""
+        """Counts the layers without the head, and the block both ways; the head has no gradient."""
         leaves = jax.tree.leaves(shape_block(spec))
         products = sum(x.size for x in leaves if len(x.shape) > 2)
         scores = 2.0 * spec.num_heads * spec.head_dim * length
@@ -571,7 +570,7 @@ class Rounded(Form):
 
     @property
     def conflicts(self) -> Mapping[str, str]:  # type: ignore[override]
-        """Those of the form within."""
+        """As the form within."""
         return self.of.conflicts
 
     def settle(self, student: Model) -> "Rounded":
@@ -615,11 +614,11 @@ class Rounded(Form):
         return dataclasses.replace(self, types=types, importance=importance)
 
     def masters(self, params: Params) -> Params:
-        """Those of the form within."""
+        """As the form within."""
         return self.of.masters(params)
 
     def base(self, params: Params) -> Params:
-        """That of the form within."""
+        """As the form within."""
         return self.of.base(params)
 
     def join(self, base: Params, masters: Params) -> Params:
@@ -627,11 +626,11 @@ class Rounded(Form):
         return self.of.join(base, masters)
 
     def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """Those of the form within."""
+        """As the form within."""
         return self.of.list_frozen(base, masters)
 
     def learns(self, params: Params) -> bool:
-        """Always: it learns to predict in spite of its rounding."""
+        """True: it learns to predict in spite of its rounding."""
         return True
 
     def begin(self, base: Params, masters: Params) -> Kept:
@@ -707,7 +706,7 @@ class Rounded(Form):
 
     @property
     def title(self) -> str:  # type: ignore[override]
-        """That of the form within."""
+        """As the form within."""
         return self.of.title
 
     @property
@@ -721,11 +720,11 @@ class Rounded(Form):
         return self.of.weights
 
     def base_dtype(self, compute: DTypeLike) -> DTypeLike:
-        """That of the form within."""
+        """As the form within."""
         return self.of.base_dtype(compute)
 
     def open(self, student: Checkpoint) -> Checkpoint:
-        """As the form within; `UserError` for types that its parameters cannot have."""
+        """As the form within; raises `UserError` for types that the parameters cannot have."""
         student = self.of.open(student)
         Rounded(self.text).choose_types(student.spec)
         return student
@@ -743,11 +742,11 @@ class Rounded(Form):
         return self.of.shapes(student)
 
     def shape_gradients(self, student: Checkpoint) -> Params:
-        """As of the form within."""
+        """As the form within."""
         return self.of.shape_gradients(student)
 
     def shape_seen(self, student: Checkpoint) -> Params:
-        """Those of all parameters: the rounded numbers."""
+        """Shapes of all parameters: the rounded numbers."""
         return functional(student.spec, Compute())[1]
 
     def count_kept(self, student: Checkpoint) -> int:
@@ -760,7 +759,7 @@ class Rounded(Form):
         return self.of.open_model(student, compute, shared)
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
-        """As of the form within: rounding is no product."""
+        """As the form within: rounding is no product."""
         return self.of.count_flops(spec, length, trained)
 
     def _replace(self, change: Callable[..., Array], kept: Kept, *trees: Params) -> Params:
@@ -782,7 +781,7 @@ class Rounded(Form):
 
 
 def choose_form(form: Form | None, student: Model) -> Form:
-    """The form, settled; of None that which the student has by itself.
+    """Settles a form; None chooses the form that the student has by default.
 
     A student with adapters trains them, one with a block that drafts the block, any other all.
     """
