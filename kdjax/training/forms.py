@@ -420,7 +420,7 @@ class MergedAdapters(Adapters):
         return unflatten_dict(shapes)
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """As the products take them."""
+        """Returns the dtype of the products."""
         return dtype
 
     def base_dtype(self, compute: DTypeLike) -> DTypeLike:
@@ -431,7 +431,7 @@ class MergedAdapters(Adapters):
         return compute.scan
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
-        """As of a full fine-tune: gradients of matrices are formed."""
+        """Counts a full fine-tune: gradients of matrices are formed."""
         return Form.count_flops(self, spec, length, 1.0)
 
     def shape_gradients(self, student: Checkpoint) -> Params:
@@ -570,7 +570,7 @@ class Rounded(Form):
 
     @property
     def conflicts(self) -> Mapping[str, str]:  # type: ignore[override]
-        """As the form within."""
+        """Does as the form within."""
         return self.of.conflicts
 
     def settle(self, student: Model) -> "Rounded":
@@ -614,19 +614,19 @@ class Rounded(Form):
         return dataclasses.replace(self, types=types, importance=importance)
 
     def masters(self, params: Params) -> Params:
-        """As the form within."""
+        """Does as the form within."""
         return self.of.masters(params)
 
     def base(self, params: Params) -> Params:
-        """As the form within."""
+        """Does as the form within."""
         return self.of.base(params)
 
     def join(self, base: Params, masters: Params) -> Params:
-        """As the form within does."""
+        """Does as the form within."""
         return self.of.join(base, masters)
 
     def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """As the form within."""
+        """Does as the form within."""
         return self.of.list_frozen(base, masters)
 
     def learns(self, params: Params) -> bool:
@@ -671,7 +671,7 @@ class Rounded(Form):
         return self.of.pull(base, None, masters, numbers, grads, frozen)
 
     def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
-        """That of what is rounded."""
+        """Does as the form within: the sum is what is spread."""
         return self.of.spread(base, masters, mesh)
 
     def place(self, kept: Kept, seen: Any) -> Any:
@@ -685,7 +685,7 @@ class Rounded(Form):
         return unflatten_dict(places)
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """As the form within has it."""
+        """Does as the form within."""
         return self.of.send_as(dtype)
 
     def pack(self, base: Params, kept: Kept, masters: Params) -> Params:
@@ -706,43 +706,43 @@ class Rounded(Form):
 
     @property
     def title(self) -> str:  # type: ignore[override]
-        """As the form within."""
+        """Does as the form within."""
         return self.of.title
 
     @property
     def freezes(self) -> bool:  # type: ignore[override]
-        """As the form within."""
+        """Does as the form within."""
         return self.of.freezes
 
     @property
     def weights(self) -> str:
-        """As the form within."""
+        """Does as the form within."""
         return self.of.weights
 
     def base_dtype(self, compute: DTypeLike) -> DTypeLike:
-        """As the form within."""
+        """Does as the form within."""
         return self.of.base_dtype(compute)
 
     def open(self, student: Checkpoint) -> Checkpoint:
-        """As the form within; raises `UserError` for types that the parameters cannot have."""
+        """Opens it as the form within does; raises `UserError` for types that it cannot have."""
         student = self.of.open(student)
         Rounded(self.text).choose_types(student.spec)
         return student
 
     def find_start(self, student: Checkpoint) -> Checkpoint:
-        """As the form within."""
+        """Does as the form within."""
         return self.of.find_start(student)
 
     def draw(self, student: Checkpoint, seed: int) -> Params | None:
-        """As the form within."""
+        """Does as the form within."""
         return self.of.draw(student, seed)
 
     def shapes(self, student: Checkpoint) -> Params:
-        """As the form within."""
+        """Does as the form within."""
         return self.of.shapes(student)
 
     def shape_gradients(self, student: Checkpoint) -> Params:
-        """As the form within."""
+        """Does as the form within."""
         return self.of.shape_gradients(student)
 
     def shape_seen(self, student: Checkpoint) -> Params:
@@ -755,11 +755,11 @@ class Rounded(Form):
         return count_bytes(jax.eval_shape(plain.begin, {}, self.shape_seen(student)))
 
     def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
-        """As the form within."""
+        """Does as the form within."""
         return self.of.open_model(student, compute, shared)
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
-        """As the form within: rounding is no product."""
+        """Counts as the form within does: rounding is no product."""
         return self.of.count_flops(spec, length, trained)
 
     def _replace(self, change: Callable[..., Array], kept: Kept, *trees: Params) -> Params:

@@ -711,7 +711,7 @@ def assemble_step(
     trainable: str | Sequence[str] = "",
     extra: LayerLoss | Sequence[LayerLoss] = (),
 ) -> Step:
-    """As `make_step`, of models that are proven to share `vocabulary`.
+    """Makes the step of models that are proven to share `vocabulary`; otherwise as `make_step`.
 
     The student's parameters may be shapes.
     """
