@@ -42,10 +42,10 @@ from kdjax.training.inputs import warn_of_readings
 from kdjax.training.job import assemble
 from kdjax.training.loop import _Delivery, train
 from kdjax.training.optim import schedule
-from kdjax.training.own import Own
 from kdjax.training.pair import _refuse_degenerate
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import StepMetrics
+from kdjax.training.user_code import UserCode
 from kdjax.watch.guards import NonFiniteError, NonFiniteGuard
 from kdjax.watch.writers import JsonLines, Terminal
 
@@ -554,7 +554,7 @@ def test_any_source_may_have_news_and_a_part_of_the_identity(one_step, tmp_path,
     config.train.steps = config.checkpoint.every = 3
     job = assemble(config, workdir)
     plain = job.source
-    job = assemble(config, workdir, Own(Lessons(plain)))
+    job = assemble(config, workdir, UserCode(Lessons(plain)))
     hooks = [JsonLines(workdir), Terminal()]
     assert go(config, workdir, *hooks, job=job) == "finished"
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -565,7 +565,7 @@ def test_any_source_may_have_news_and_a_part_of_the_identity(one_step, tmp_path,
     kinds = [line["kind"] for line in lines]  # a pause: the steps before it are told first
     assert kinds == ["eval", "lesson", "train", "train", "lesson", "train", "eval"]
     assert "lesson before step 3: number 2" in capsys.readouterr().err
-    other = assemble(config, workdir, Own(Lessons(plain, "hard first")))
+    other = assemble(config, workdir, UserCode(Lessons(plain, "hard first")))
     with pytest.raises(UserError, match=r"lessons: the checkpoint has 'easy first', now 'hard"):
         go(config, workdir, job=other)
 

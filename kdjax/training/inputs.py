@@ -24,9 +24,9 @@ from kdjax.formats.saved import read_receipt, saved_run, saved_steps
 from kdjax.hub import PREFIX
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.identity import CONTENTS, check_same_run, identify
-from kdjax.training.own import NO_CODE, Own
 from kdjax.training.pair import Pair, open_pair
 from kdjax.training.rollouts import check_templates, open_prompts
+from kdjax.training.user_code import NO_CODE, UserCode
 
 _log = logging.getLogger("kdjax")
 
@@ -152,8 +152,8 @@ def hash_contents(config: Config) -> dict[str, Any]:
     return contents | hash_imatrix(config.student) | hash_models(pair)
 
 
-def check_finished(config: Config, workdir: Path, own: Own = NO_CODE) -> None:
-    """Raises `UserError` unless the finished run in `workdir` is the one of `config` and `own`.
+def check_finished(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> None:
+    """Raises `UserError` unless the finished run in `workdir` is that of `config` and `user_code`.
 
     Loads nothing: models and text are hashed where they are. A missing file counts as unchanged
     if the run's receipt has the same path.
@@ -170,4 +170,4 @@ def check_finished(config: Config, workdir: Path, own: Own = NO_CODE) -> None:
         hashes = CONTENTS.values()
         saved = {name: value for name, value in saved.items() if name not in hashes}
         saved |= {name: then.get(name) for name in moved}
-    check_same_run(saved, current | own.identify_finished(saved), workdir)
+    check_same_run(saved, current | user_code.identify_finished(saved), workdir)

@@ -54,7 +54,6 @@ from kdjax.training.inputs import (
     warn_of_readings,
 )
 from kdjax.training.kinds import ask_kinds
-from kdjax.training.own import NO_CODE, Own
 from kdjax.training.pair import Pair, open_pair, own_vocabulary
 from kdjax.training.plan import (
     Plan,
@@ -71,6 +70,7 @@ from kdjax.training.step import Step, TrainState, assemble_step
 from kdjax.training.teachers import (
     TeacherKind,
 )
+from kdjax.training.user_code import NO_CODE, UserCode
 
 _log = logging.getLogger("kdjax")
 
@@ -91,7 +91,7 @@ class Job:
     identity: dict[str, Any]  # fields that must not change when the run resumes
     plan: Plan | None = None  # None where nothing was planned: a benchmark
     cache: TeacherCache | SeveralCaches | None = None  # the teacher's, which is then not loaded
-    own: Own = NO_CODE  # what a user gave as Python
+    user_code: UserCode = NO_CODE  # what a user gave as Python
 
     def restore(self, checkpoints: Checkpoints) -> TrainState:
         """The state to start from: the run's checkpoint, else the student's file or random weights.
@@ -119,8 +119,8 @@ class Job:
     def make_state(self) -> TrainState:
         """The state before the first step: the student's file, or random weights of its shapes."""
         student, shardings = self.pair.student, self.step.shardings
-        if own := self.own.open_student(self.pair.tokenizer, self.step.placement):
-            params = jax.device_put(own.params, shardings.params)
+        if custom := self.user_code.open_student(self.pair.tokenizer, self.step.placement):
+            params = jax.device_put(custom.params, shardings.params)
             return self.step.init(params)
         drawn = form_of(self.config.student).draw(student, self.config.train.seed)
         if drawn is not None:
@@ -217,8 +217,8 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     return Placement.on(mesh), pair, plan
 
 
-def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
-    """Builds the job; `own` holds user-defined Python objects that replace parts of the config.
+def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Job:
+    """Builds the job; objects of `user_code` replace parts of the config.
 
     Raises `UserError` for anything that a user can fix.
     """
@@ -237,13 +237,15 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
             read = list_read_rows(config.train, rows, last_step(config))
             cache = open_caches(config.teacher.cache, specs, read)
             _log.info("%s", cache)
-        teacher, step, schedule = build_step(config, pair, placement, plan.kind, own=own)
+        teacher, step, schedule = build_step(
+            config, pair, placement, plan.kind, user_code=user_code
+        )
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
-    made_of |= hash_imatrix(config.student) | own.identify(step.abstract)
-    if own.batches is None:
+    made_of |= hash_imatrix(config.student) | user_code.identify(step.abstract)
+    if user_code.batches is None:
         source = make_source(config, workdir, pair, rows, cache, step, teacher)
     else:
-        source = pipeline.complete_source(own.batches)
+        source = pipeline.complete_source(user_code.batches)
     return Job(
         config=config,
         workdir=workdir,
@@ -257,7 +259,7 @@ def assemble(config: Config, workdir: Path, own: Own = NO_CODE) -> Job:
         identity=identify(config, hashed.result() | made_of | source.identity),
         plan=plan,
         cache=cache,
-        own=own,
+        user_code=user_code,
     )
 
 
@@ -328,7 +330,7 @@ def build_step(
     kind: TeacherKind,
     teacher: Model | None = None,
     *,
-    own: Own = NO_CODE,
+    user_code: UserCode = NO_CODE,
 ) -> tuple[Model | None, Step, optax.Schedule | None]:
     """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing."""
     teacher = teacher or load_teacher(config, pair, kind, placement)
@@ -342,22 +344,22 @@ def build_step(
         placement=placement,
     )
     steps = config.train.steps, config.train.after
-    tx, schedule = own.optimizer, None
+    tx, schedule = user_code.optimizer, None
     if tx is None:
         asked = choose_optim(config)
         tx, schedule = optim.optimizer(asked, *steps), optim.schedule(asked, *steps)
     form, shared = form_of(config.student), shares_base(config, pair, kind)
-    student = own.open_student(pair.tokenizer, placement) or form.open_model(
+    student = user_code.open_student(pair.tokenizer, placement) or form.open_model(
         pair.student, compute, teacher if shared else None
     )
     vocabulary = pair.vocabulary
-    if own.student is not None:  # its head may have other rows than the file's
+    if user_code.student is not None:  # its head may have other rows than the file's
         vocabulary = own_vocabulary(min(vocabulary.width, student.vocab_size), vocabulary.real)
     step = assemble_step(  # `open_pair` has judged the pair
         student,
         teacher,
         vocabulary,
-        own.loss or make_loss(config.loss, config.train),
+        user_code.loss or make_loss(config.loss, config.train),
         tx,
         microbatches=config.train.microbatches,
         chunk_tokens=config.loss.chunk_tokens,
@@ -365,7 +367,7 @@ def build_step(
         kind=kind,
         form=form,
         trainable=config.optim.trainable,
-        extra=own.extra,
+        extra=user_code.extra,
     )
     return teacher, step, schedule
 

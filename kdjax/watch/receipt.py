@@ -259,7 +259,7 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
         "config": config,
         "config_sha256": config_hash(config),
         # User code, by the arguments of `distill`: its name only, no hash.
-        "unhashed_python": job.own.describe(job.step.abstract),
+        "unhashed_python": job.user_code.describe(job.step.abstract),
         "seed": job.config.train.seed,
         "cwd": os.getcwd(),  # relative paths of the config start here
         **files,

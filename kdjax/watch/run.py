@@ -27,8 +27,8 @@ from kdjax.training.hooks import Hook, StepRecord
 from kdjax.training.inputs import check_finished
 from kdjax.training.job import Job, assemble, survey
 from kdjax.training.loop import train
-from kdjax.training.own import Own
 from kdjax.training.saving import Checkpoints, is_finished
+from kdjax.training.user_code import UserCode
 from kdjax.watch import writers
 from kdjax.watch.guards import CollapseGuard, NonFiniteGuard, NoSignalGuard
 from kdjax.watch.receipt import Receipt, close_finished
@@ -79,10 +79,10 @@ def distill(
         kdjax.distill(config, "runs/a")
     """
     workdir = Path(workdir)
-    own = Own(batches, optimizer, loss, student, extra, on_step, on_eval)
-    config = own.rewrite(config)
+    user_code = UserCode(batches, optimizer, loss, student, extra, on_step, on_eval)
+    config = user_code.rewrite(config)
     validate(config)
-    config = own.name_loss(config)
+    config = user_code.name_loss(config)
     with contextlib.ExitStack() as held:
         joined = cluster.started(distributed, join_timeout, suits_cpu=suits_cpu)
         devices = held.enter_context(joined)
@@ -94,7 +94,7 @@ def distill(
         checkpoints = held.enter_context(Checkpoints(workdir, config.checkpoint.keep))
         step = checkpoints.latest()
         if step is not None and is_finished(step, config, workdir):
-            check_finished(config, workdir, own)
+            check_finished(config, workdir, user_code)
             _close(workdir, step)
             more = f" More steps: a larger train.steps and train.after={step}."
             _log.info(
@@ -102,7 +102,7 @@ def distill(
                 *(workdir, step, config.train.steps, more if step == config.train.steps else ""),
             )
             return "finished"
-        job = assemble(config, workdir, own)
+        job = assemble(config, workdir, user_code)
         if not config.smoke.steps:
             checkpoints.check_room(job.step.abstract)
         chosen = {"the teacher's kind": job.kind} | flatten(job.config)
@@ -163,7 +163,7 @@ def make_hooks(
     or Weights & Biases, where they would join the curves of the full run.
     """
     config, workdir = job.config, job.workdir
-    hooks: list[Hook] = [NonFiniteGuard(workdir, jax.process_index()), *job.own.hooks]
+    hooks: list[Hook] = [NonFiniteGuard(workdir, jax.process_index()), *job.user_code.hooks]
     form = form_of(config.student)
     # Of a form that differs from its file this file may be the teacher, and a block that drafts may
     # do it well before it has learned more.

@@ -31,7 +31,7 @@ _DECIDING = ("optimizer", "student", "extra")  # they decide which arrays a stat
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class UserCode:
     """The parts of a run that `distill` got as Python objects; None: the config decides.
 
     Raises `UserError` for an object of a wrong type.
@@ -129,7 +129,7 @@ class Own:
         return [Calls(self.on_step, self.on_eval)] if self.on_step or self.on_eval else []
 
 
-NO_CODE = Own()
+NO_CODE = UserCode()
 
 
 class Calls(Hook):

@@ -14,7 +14,7 @@ from kdjax.errors import UserError
 from kdjax.formats.saved import saved_params
 from kdjax.losses.divergences import parse_divergence, write_divergence
 from kdjax.training.hooks import StepRecord
-from kdjax.training.own import Calls, Own
+from kdjax.training.user_code import Calls, UserCode
 from kdjax.watch.verify import verify
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -173,7 +173,7 @@ def test_divergences_of_ones_own_have_no_name():
 )
 def test_what_is_no_such_thing_is_refused(given, message, types_unchecked):
     with pytest.raises(UserError, match=message):
-        Own(**given)
+        UserCode(**given)
 
 
 def test_a_head_and_batches_that_are_too_small_are_refused(own_config, tmp_path):
