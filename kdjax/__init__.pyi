@@ -30,9 +30,9 @@ from .training.forms import Adapters as Adapters
 from .training.forms import DraftBlock as DraftBlock
 from .training.forms import Form as Form
 from .training.forms import Rounded as Rounded
+from .training.mixtures import Teachers as Teachers
 from .training.saving import load_state as load_state
 from .training.saving import save_state as save_state
-from .training.several import Teachers as Teachers
 from .training.step import Step as Step
 from .training.step import StepMetrics as StepMetrics
 from .training.step import TrainState as TrainState

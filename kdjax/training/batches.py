@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
-from kdjax.training.several import spread_weights
+from kdjax.training.mixtures import spread_weights
 from kdjax.training.teachers import APART, refuse_odd
 
 IGNORED = -100  # a label that does not train, to PyTorch's cross-entropy and to Transformers

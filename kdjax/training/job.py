@@ -54,6 +54,7 @@ from kdjax.training.inputs import (
     warn_of_readings,
 )
 from kdjax.training.kinds import ask_kinds
+from kdjax.training.mixtures import Teachers
 from kdjax.training.pair import Pair, open_pair, own_vocabulary
 from kdjax.training.plan import (
     Plan,
@@ -65,7 +66,6 @@ from kdjax.training.plan import (
 )
 from kdjax.training.rollouts import answer_source
 from kdjax.training.saving import Checkpoints
-from kdjax.training.several import Teachers
 from kdjax.training.step import Step, TrainState, assemble_step
 from kdjax.training.teachers import (
     TeacherKind,

@@ -3,7 +3,7 @@
 from kdjax.config import TeacherConfig
 from kdjax.data.teacher_cache import read_index, split_caches
 from kdjax.errors import UserError
-from kdjax.training.several import Teachers
+from kdjax.training.mixtures import Teachers
 from kdjax.training.teachers import (
     RUNNING,
     CachedHidden,

@@ -46,8 +46,8 @@ from kdjax.training.batches import check_ids, complete_batch, read_ids, refuse_c
 from kdjax.training.extra import begin_projections, choose_losses, list_names, read_states
 from kdjax.training.forms import PLAIN, Form, check_form, choose_form
 from kdjax.training.heldout import held_out
+from kdjax.training.mixtures import Arrays, Teachers, name_arrays
 from kdjax.training.pair import Vocabulary, refuse_same, share_vocabulary
-from kdjax.training.several import Arrays, Teachers, name_arrays
 from kdjax.training.teachers import (
     SCHEDULED,
     Batch,
