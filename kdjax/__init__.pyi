@@ -38,7 +38,7 @@ from .training.step import StepMetrics as StepMetrics
 from .training.step import TrainState as TrainState
 from .training.step import make_step as make_step
 from .training.teachers import TeacherInBatch as TeacherInBatch
-from .training.trained import parameter_names as parameter_names
+from .training.trainable import parameter_names as parameter_names
 from .watch.run import distill as distill
 
 __version__: str

@@ -51,7 +51,7 @@ from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.models.names import list_fused, name_of
 from kdjax.models.nextn import attach_block, find_block
 from kdjax.models.weights import Scaled, name_numbers, stack_blocks
-from kdjax.training.trained import list_paths, zeros_for
+from kdjax.training.trainable import list_paths, zeros_for
 
 _log = logging.getLogger("kdjax")
 Kept = Any  # arrays that a form keeps in the state; None for none

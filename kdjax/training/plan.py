@@ -63,7 +63,7 @@ from kdjax.training.counts import (
 from kdjax.training.forms import Form, form_of
 from kdjax.training.pair import Pair
 from kdjax.training.teachers import RUNNING, Dense, Float8, NoTeacher, Size, TeacherKind
-from kdjax.training.trained import find_frozen, leave_out, train_only
+from kdjax.training.trainable import find_frozen, leave_out, train_only
 
 _log = logging.getLogger("kdjax")
 

@@ -56,7 +56,7 @@ from kdjax.training.teachers import (
     RunningTeacher,
     TeacherKind,
 )
-from kdjax.training.trained import (
+from kdjax.training.trainable import (
     TrainedLayers,
     find_frozen,
     keep_layers,
@@ -662,7 +662,7 @@ def make_step(
     `form` says what trains and what the forward pass sees: `Rounded("q4_0")` rounds the student to
     the blocks of a GGUF file. By default (None) a student with adapters trains these (`Adapters`),
     one of `take_block` its block (`DraftBlock`), any other all of its parameters.
-    `trainable` names the parameters that are trained, as `trained.choose_layers` takes them
+    `trainable` names the parameters that are trained, as `trainable.choose_layers` takes them
     (default: those that the optimizer moves). `extra` are losses of layers beside `loss`, one or
     several of other names, see `LayerLoss`; their projections are in the state, and move as well.
     Raises `UserError` for models whose vocabularies do not agree, for devices that are not the
