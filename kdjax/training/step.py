@@ -43,9 +43,9 @@ from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.model import Model
 from kdjax.models.shards import Spread, sum_rows
 from kdjax.training.batches import check_ids, complete_batch, read_ids, refuse_counted
-from kdjax.training.extra import begin_projections, choose_losses, list_names, read_states
 from kdjax.training.forms import PLAIN, Form, check_form, choose_form
 from kdjax.training.heldout import held_out
+from kdjax.training.layer_losses import begin_projections, choose_losses, list_names, read_states
 from kdjax.training.mixtures import Arrays, Teachers, name_arrays
 from kdjax.training.pair import Vocabulary, refuse_same, share_vocabulary
 from kdjax.training.teachers import (
