@@ -28,7 +28,7 @@ from kdjax.errors import BAD_INPUT, FINISHED, MissingFileError, reporting
 from kdjax.hub import fetch_headers
 
 if TYPE_CHECKING:
-    from kdjax.training.counts import Plan
+    from kdjax.training.memory import Plan
 
 _log = logging.getLogger("kdjax")
 

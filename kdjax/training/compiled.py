@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from kdjax.config import Config
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
-from kdjax.training.counts import Plan
 from kdjax.training.job import build_step
+from kdjax.training.memory import Plan
 from kdjax.training.pair import Pair
 from kdjax.training.plan import STEP_PHASES, replace_settings
 from kdjax.training.teachers import NoTeacher, Size, TeacherKind

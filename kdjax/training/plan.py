@@ -49,7 +49,8 @@ from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.loading import count_parameters
 from kdjax.training import optim
-from kdjax.training.counts import (
+from kdjax.training.forms import Form, form_of
+from kdjax.training.memory import (
     GPU_OVERHEAD,
     Plan,
     count_forward,
@@ -60,7 +61,6 @@ from kdjax.training.counts import (
     count_writing,
     share_memory,
 )
-from kdjax.training.forms import Form, form_of
 from kdjax.training.pair import Pair
 from kdjax.training.teachers import RUNNING, Dense, Float8, NoTeacher, Size, TeacherKind
 from kdjax.training.trainable import find_frozen, leave_out, train_only
