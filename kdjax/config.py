@@ -586,7 +586,7 @@ CONFLICTS = (
         "optim.trainable",
         "",
         {"student.lora.rank": _SET},
-        "student.lora.targets names the matrices",
+        "adapters are what trains, of the matrices that their targets name",
     ),
     Conflict(
         "student.lora.weights",
@@ -675,6 +675,11 @@ def _show(name: str, value: Any) -> str:
 
 def _list_conflicts(flat: Mapping[str, Any]) -> list[str]:
     return [conflict.describe(flat) for conflict in CONFLICTS if conflict.found_in(flat)]
+
+
+def say_why(field: str, other: str) -> str:
+    """Says why a field does not go with another, as the row of `CONFLICTS` does."""
+    return next(row.why for row in CONFLICTS if row.field == field and other in row.given)
 
 
 def refuse_conflicts(flat: Mapping[str, Any]) -> None:

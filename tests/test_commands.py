@@ -457,6 +457,7 @@ ODD = {
     "student.imatrix": "x",
     "student.block": "own",
     "student.lora.rank": 4,
+    "student.lora.weights": "float8",
     "loss.alpha": 0.5,
     "loss.final_alpha": 0.5,
     "optim.trainable": "blocks",

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from kdjax.config import NEW, OWN_BLOCK, LoraConfig, StudentConfig
+from kdjax.config import NEW, OWN_BLOCK, LoraConfig, StudentConfig, say_why
 from kdjax.device.sharding import count_bytes, parameter_shardings
 from kdjax.errors import UserError
 from kdjax.formats.blocks import Scales, decode_fields, encode_fields, fit_rows, is_cut
@@ -223,7 +223,7 @@ class Adapters(Form):
     asked: LoraConfig | None = dataclasses.field(default=None, compare=False)  # of a run
 
     conflicts: ClassVar[Mapping[str, str]] = {
-        "trainable": "adapters are what trains, next to a base that stays as it is"
+        "trainable": say_why("optim.trainable", "student.lora.rank")
     }
     title: ClassVar[str] = "adapters, float32"
     freezes: ClassVar[bool] = True
