@@ -232,7 +232,9 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
         cache = None
         if config.teacher.cache:
             sha256 = hashed.result()["teacher.sha256"] or ""
-            kinds = plan.kind.kinds if isinstance(plan.kind, Teachers) else (plan.kind,)
+            kinds: tuple[Any, ...] = (plan.kind,)  # cached ones, as the config says
+            if isinstance(plan.kind, Teachers):
+                kinds = plan.kind.kinds
             specs = [describe_cache(config, pair, rows, kind, sha256) for kind in kinds]
             read = list_read_rows(config.train, rows, last_step(config))
             cache = open_caches(config.teacher.cache, specs, read)
