@@ -494,7 +494,7 @@ def _keep_beside_adapters(
     """
     d, f = spec.hidden_size, spec.mlp_width / tensor
     q, kv = (n * spec.head_dim / tensor for n in (spec.num_heads, spec.num_kv_heads))
-    flat = flatten_dict(adapters)
+    flat: dict[tuple[str, ...], Any] = flatten_dict(adapters)
     narrow = {path[-3]: x.shape[-2] for path, x in flat.items() if path[-1] == "a"}
     names, loops = set(narrow), not isinstance(base, Dense)
     low = sum(narrow.values())  # x A^T
