@@ -280,8 +280,8 @@ def apply_delta_rule(
     solve = inverse.astype(v.dtype)
     reads = (dot("NBGCK,NBGDK->NBGCD", q, k)[:, :, None] * decays.pairs).astype(v.dtype)
 
-    # What a chunk learns is `fresh` less `seen` times the state before it; the loop over chunks has
-    # these two products alone: its small kernels, one chunk after the other, bound the time.
+    # A chunk learns `fresh` less `seen` times the state before it. The loop over chunks has only
+    # these two products: its small kernels, one chunk after the other, bound the time.
     fresh = dot("NBRGCD,NBRGDV->NBRGCV", solve, (beta[..., None] * v).astype(v.dtype))
     weighed = ((beta * decays.from_start)[..., None] * k[:, :, None]).astype(v.dtype)
     seen = dot("NBRGCD,NBRGDK->NBRGCK", solve, weighed).astype(v.dtype)

@@ -95,12 +95,7 @@ def distill(
         step = checkpoints.latest()
         if step is not None and is_finished(step, config, workdir):
             check_finished(config, workdir, user_code)
-            _close(workdir, step)
-            more = f" More steps: a larger train.steps and train.after={step}."
-            _log.info(
-                "%s already holds step %d of %d: nothing to do.%s",
-                *(workdir, step, config.train.steps, more if step == config.train.steps else ""),
-            )
+            _close(workdir, step, config.train.steps)
             return "finished"
         job = assemble(config, workdir, user_code)
         if not config.smoke.steps:
@@ -125,13 +120,17 @@ def _holding(workdir: Path) -> Iterator[None]:
         yield
 
 
-def _close(workdir: Path, step: int) -> None:
-    """Closes the receipt and draws the page where a kill behind the last save left them undone."""
-    if jax.process_index() != 0:
-        return
-    closed = close_finished(workdir, step)
-    if closed or not (workdir / REPORT).exists():
-        ReportPage(workdir).train_end("finished", None)
+def _close(workdir: Path, step: int, steps: int) -> None:
+    """Completes the receipt and the page of a run that was killed after its last save."""
+    if jax.process_index() == 0:
+        closed = close_finished(workdir, step)
+        if closed or not (workdir / REPORT).exists():
+            ReportPage(workdir).train_end("finished", None)
+    more = f" More steps: a larger train.steps and train.after={step}."
+    _log.info(
+        "%s already holds step %d of %d: nothing to do.%s",
+        *(workdir, step, steps, more if step == steps else ""),
+    )
 
 
 @contextlib.contextmanager
