@@ -115,7 +115,8 @@ def test_llama_cpp_computes_the_same_logits(kept, values, more, tmp_path):
     for prompt, theirs in zip(prompts, answers, strict=True):
         row = logits[len(prompt) - 1]
         difference = [row[i] - theirs[i] for i in range(305)]  # equal but for a constant
-        assert np.ptp(row) > 0.5 and np.ptp(difference) < 1e-5 * np.ptp(row)
+        # Both sum in float32: 1.1e-5 on an Intel Xeon, below 1e-5 on an AMD EPYC.
+        assert np.ptp(row) > 0.5 and np.ptp(difference) < 2e-5 * np.ptp(row)
 
 
 @BOTH

@@ -150,7 +150,9 @@ def _has_room(functions: DecoderFunctions, spread: Spread | None, itemsize: int)
     return room
 
 
-def count_layers(spec: ArchSpec, itemsize: int, shards: int, free: int | float | None) -> int:
+def count_layers(
+    spec: ArchSpec, itemsize: int | float, shards: int, free: int | float | None
+) -> int | float:
     """Bytes of the unstacked layers, if `free` bytes are enough (None: unknown); 0: stay stacked.
 
     Experts stay as they are stored: with few rows each multiplies few. Shards stay shards.

@@ -72,7 +72,7 @@ def _with_gradients(function: Function, arguments: int) -> Function:
 
     def loss(*inputs: Any) -> jax.Array:
         leaves = jax.tree.leaves(function(*inputs))
-        return sum(jnp.mean(x.astype(jnp.float32) ** 2) for x in leaves)
+        return jnp.stack([jnp.mean(x.astype(jnp.float32) ** 2) for x in leaves]).sum()
 
     return jax.grad(loss, argnums=tuple(range(arguments)))
 
@@ -98,7 +98,10 @@ def make_norm(rows: int, width: int) -> list[Case]:
 def make_delta(rows: int, length: int, groups: int, heads: int, width: int) -> list[Case]:
     """The gated delta rule `[rows, length]` of heads of `width` columns, bfloat16."""
     keys = jax.random.split(jax.random.key(1), 5)
-    draw = functools.partial(jax.random.normal, dtype=jnp.float32)
+
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(key, shape, jnp.float32)
+
     q, k = (delta.normalize_heads(draw(key, (rows, length, groups, width))) for key in keys[:2])
     v = draw(keys[2], (rows, length, heads, width)).astype(jnp.bfloat16)
     decay = -jax.nn.softplus(draw(keys[3], (rows, length, heads)))
@@ -107,7 +110,8 @@ def make_delta(rows: int, length: int, groups: int, heads: int, width: int) -> l
     arguments = (q * width**-0.5, k, v, decay, beta)
 
     def apply(in_kernels: bool, *inputs: Any) -> jax.Array:
-        return delta.apply_delta_rule(*inputs, ids, in_kernels=in_kernels)[0]
+        q, k, v, decay, beta = inputs
+        return delta.apply_delta_rule(q, k, v, decay, beta, ids, in_kernels=in_kernels)[0]
 
     forms: dict[str, Function] = {
         "kernel": functools.partial(apply, True),
