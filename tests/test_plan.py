@@ -549,8 +549,11 @@ def test_a_cpus_step_is_planned_within_15_percent(pairs, asked):
 
 
 @pytest.mark.parametrize("weights", ["packed", pytest.param("dense", marks=pytest.mark.slow)])
-def test_the_command_tells_a_cpus_step_as_xla_does(tiny_config, tmp_path, monkeypatch, weights):
+def test_the_command_tells_a_cpus_step_as_xla_does(
+    tiny_config, tmp_path, monkeypatch, weights, caplog
+):
     """To the byte; of a GPU, and of several devices, the formula is told and nothing compiled."""
+    caplog.set_level(logging.INFO, "kdjax")  # a line that cannot be formatted raises
     monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
     tiny_config.teacher.weights = weights
     with _lend(1):
@@ -638,7 +641,7 @@ def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, c
 
 
 def test_a_run_without_a_document_to_hold_out_is_not_planned(tiny_config, monkeypatch, tmp_path):
-    """Each phase's text counts, where it is on this machine; one of the Hub is not fetched."""
+    """Text counts where it is on this machine; one of the Hub is not fetched."""
 
     def find(path, wanted):
         return pytest.fail("fetches text") if path.startswith("hf:") else path

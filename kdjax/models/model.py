@@ -109,8 +109,8 @@ class Model:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the parameters, on all devices together."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        """Bytes of the parameters, or of their shapes, on all devices together."""
+        return sharding.count_bytes(self.params)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -377,7 +377,10 @@ def load_model(
         model = base.replace(checkpoint=checkpoint, source=str(checkpoint))
         return attach_adapters(model, checkpoint.adapters.lora, checkpoint.adapters.read_tree())
     if checkpoint.whole_step is not None and weights != "dense":
-        raise UserError(f"{checkpoint}: a saved step is dense; leave out weights={weights}.")
+        raise UserError(
+            f"{checkpoint}: found weights={weights} for a saved step, which is dense; expected "
+            "dense. Leave it out; adapters on a saved step need student.lora.weights=dense."
+        )
     compute = Compute(
         dtype=jnp.dtype(compute_dtype or dtype),
         param_dtype=jnp.dtype(dtype),
