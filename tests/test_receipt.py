@@ -334,6 +334,29 @@ def test_a_changed_receipt_is_found(copied, change, message, monkeypatch):
         verify(copied)
 
 
+@pytest.mark.parametrize("masters", [{"masters_loss": 3.0}, {}])
+def test_the_student_before_training_is_accepted_only_of_earlier_versions(
+    copied, masters, monkeypatch
+):
+    """Their rounded runs saved it at the last step where it was the better."""
+    for name in _CHECKS.keys() - {"parameters"}:
+        monkeypatch.delitem(_CHECKS, name)
+    unchanged = lambda saved, *_, **_s: {name: False for name, _ in saved}  # noqa: E731
+    monkeypatch.setattr("kdjax.watch.verify.changed_tensors", unchanged)
+
+    def end_as_it_began(record):
+        ends = record["held_out"]
+        ends["first"] |= masters
+        ends["final"] = {**ends["first"], "step": 10, "tokens": 1.0}
+
+    edit(copied, end_as_it_began)
+    if masters:
+        assert "an earlier version saved the student before training" in verify(copied)[-1]
+        return
+    with pytest.raises(UserError, match="tensors changed; as in the student's file"):
+        verify(copied)
+
+
 def _flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
