@@ -221,6 +221,11 @@ def test_a_run_resumes_bit_for_bit_and_exports_what_it_trained(tiny_config, tmp_
         back = kdjax.load(path, dtype="float32", **base).params
         jax.tree.map(np.testing.assert_array_equal, back, seen)
     assert {open_table(out).info(n).dtype for n in open_table(out)} >= {"Q4_0", "F32"}
+    capsys.readouterr()
+    assert export.main([step, "--format=peft", f"--out={tmp_path / 'alone'}", source]) == 2
+    assert "adapters that trained under rounding" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"need student.lora.weights=dense"):
+        kdjax.load(step, weights="packed", base=config.student.path)
     heldout = list(job.eval_batches())
     plain = kdjax.make_step(
         kdjax.load(out, dtype="float32"), job.teacher, job.step.spec.head.loss, optax.sgd(1.0)

@@ -20,7 +20,7 @@ from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.formats.safetensors import ADAPTER, ADAPTER_CONFIG, read_peft, write_file
 from kdjax.formats.table import TensorTable
 from kdjax.models import names
-from kdjax.models.adapters import PREFIX, Key, Lora, module_name, split_adapters
+from kdjax.models.adapters import PREFIX, Key, Lora, SavedSum, module_name, split_adapters
 from kdjax.models.families import FAMILIES
 from kdjax.models.model import Model
 
@@ -33,6 +33,12 @@ def _take_apart(model: Model) -> tuple[Lora, dict[Key, np.ndarray]]:
     Raises `UserError` for a model without adapters, and for numbers that are not finite.
     """
     lora = Lora.of_params(model.params)
+    if model.checkpoint is not None and isinstance(model.checkpoint.table, SavedSum):
+        raise UserError(
+            f"{model.checkpoint}: found adapters that trained under rounding (student.quantize); "
+            "expected adapters alone: without the rounding they are another model. Export it "
+            "whole: --format=gguf."
+        )
     if lora is None or model.spec is None:
         raise UserError(
             f"{model.name}: found a model without adapters; expected one of kdjax.add_lora, or of "
