@@ -6,6 +6,7 @@ A file in `configs/` returns a `Config` from `get_config()`; flags such as
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -286,6 +287,25 @@ def refuse_removed(name: str) -> str:
         return ""
     record = f"docs/records/{gone.record}.md"
     return f"{name} was removed ({record}): {gone.instead}; the tag before-the-cut still has it"
+
+
+def _refuse_in_constructor(section: type, prefix: str) -> None:
+    """Lets the constructor of a section raise `RemovedError` for removed fields."""
+    construct: Callable[..., None] = section.__init__
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        for name in values:
+            if gone := refuse_removed(f"{prefix}{name}"):
+                raise RemovedError(f"{gone}.")
+        construct(self, *args, **values)
+
+    section.__init__ = init  # type: ignore[misc]
+
+
+_refuse_in_constructor(Config, "")
+for _section in dataclasses.fields(Config):
+    _refuse_in_constructor(type(getattr(Config(), _section.name)), f"{_section.name}.")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -32,6 +32,14 @@ def test_a_config_that_sets_a_removed_field_is_refused(removed, tiny_config):
         validate(tiny_config)
 
 
+def test_a_constructor_refuses_a_removed_field(removed):
+    name, _, said = removed
+    *sections, field = name.split(".")
+    kind = type(getattr(Config(), sections[0])) if sections else Config
+    with pytest.raises(UserError, match=rf"{name} {said}\.$"):
+        kind(**{field: "used"})
+
+
 def test_a_flag_of_a_removed_field_is_refused(removed):
     name, _, said = removed
     with pytest.raises(UserError, match=f"--config.{name} {said}"):
