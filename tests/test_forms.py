@@ -281,6 +281,20 @@ def test_types_that_cannot_be_are_refused(text, message):
         choose(text)
 
 
+class Remembering(kdjax.Form):
+    """Keeps the first final norm, and says nothing of where it lies."""
+
+    def begin(self, base, masters):
+        return {"first": masters["norm"]["weight"]}
+
+
+def test_arrays_that_a_users_form_keeps_are_on_every_device(pair):
+    step = make(pair, form=Remembering())
+    assert step.shardings.kept == {"first": replicated(step.placement.mesh)}
+    state, first = step.init(pair[0].params), pair[0].params["norm"]["weight"]
+    np.testing.assert_array_equal(state.kept["first"], first)
+
+
 def test_a_rounded_run_resumes_bit_for_bit_and_exports_its_last_integers(tiny_config, tmp_path):
     tiny_config.student.quantize, tiny_config.train.steps = "q4_0", 4
     tiny_config.eval.every = tiny_config.checkpoint.every = 0

@@ -47,6 +47,8 @@ class Encoder(NamedTuple):
     most: float  # the largest size of a value that the type can hold
     # The largest distance of a number to its nearest level, in steps.
     reach: float = 0.5
+    # Whether an importance changes its scales; others come from the largest value alone.
+    weighed: bool = True
 
 
 def _divide(a: Array, b: Array) -> Array:
@@ -613,6 +615,7 @@ ENCODERS: dict[str, Encoder] = {
         lambda scales, q: (scales[0], q),
         _HALF_MAX * 127,
         _INEXACT_REACH,
+        weighed=False,
     ),
     "Q5_1": Encoder(
         _fit_q5_1,
@@ -620,6 +623,7 @@ ENCODERS: dict[str, Encoder] = {
         lambda scales, q: (*scales[:2], _top_bits(q, 4), _pack_nibbles(q & 15, 16)),
         _HALF_MAX,
         _INEXACT_REACH,
+        weighed=False,
     ),
     "MXFP4": Encoder(
         _fit_mxfp4,
@@ -627,10 +631,10 @@ ENCODERS: dict[str, Encoder] = {
         lambda scales, q: (scales[0], _pack_nibbles(q, 16)),
         float(np.finfo(np.float32).max),
         2.0,
+        weighed=False,
     ),
 }
-# Types whose scales an importance changes; the others take theirs from the largest value.
-WEIGHED = ENCODERS.keys() - {"Q8_0", "Q5_1", "MXFP4"}
+WEIGHED = {dtype for dtype, encoder in ENCODERS.items() if encoder.weighed}
 
 
 def _cast(dtype_name: str) -> jax.typing.DTypeLike | None:

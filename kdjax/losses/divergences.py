@@ -68,6 +68,9 @@ class Divergence:
     # Whether it is also defined over merged outcomes, and merging never raises it. A cache of the
     # teacher's top-k ids merges all other ids into one outcome.
     merges_tail: ClassVar[bool] = False
+    # Bytes of an id at a position on the way to its gradient, as XLA counts for an H100; 0: the
+    # gradient is made of the logits at once. By default the most that any known one takes.
+    gradient_bytes: ClassVar[int] = 8
 
     def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
         """One number a position, from finite float32 log-probabilities."""
@@ -104,6 +107,7 @@ class ForwardKL(Divergence):
     """KL(t || s), nats (Hinton, Vinyals, Dean 2015, arXiv:1503.02531)."""
 
     merges_tail: ClassVar[bool] = True
+    gradient_bytes: ClassVar[int] = 0
 
     def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
         return kl_divergence(teacher_log_probs, student_log_probs)
@@ -125,6 +129,7 @@ class ReverseKL(Divergence):
     """KL(s || t), nats (Gu et al. 2023, MiniLLM, arXiv:2306.08543)."""
 
     merges_tail: ClassVar[bool] = True
+    gradient_bytes: ClassVar[int] = 0
 
     def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
         return kl_divergence(student_log_probs, teacher_log_probs)
@@ -144,6 +149,7 @@ class JensenShannon(Divergence):
 
     beta: float = 0.5
     merges_tail: ClassVar[bool] = True
+    gradient_bytes: ClassVar[int] = 4
 
     def __post_init__(self):
         check_share("beta", self.beta)
@@ -208,6 +214,7 @@ class TotalVariation(Divergence):
     """Half the sum of |t - s|, between 0 and 1 (Wen et al. 2023, f-DISTILL, arXiv:2307.15190)."""
 
     merges_tail: ClassVar[bool] = True
+    gradient_bytes: ClassVar[int] = 0
 
     def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
         return 0.5 * jnp.sum(jnp.abs(jnp.exp(teacher_log_probs) - jnp.exp(student_log_probs)), -1)

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kdjax.config import NEW, OWN_BLOCK, LoraConfig, StudentConfig, say_why
-from kdjax.device.sharding import count_bytes, parameter_shardings
+from kdjax.device.sharding import count_bytes, parameter_shardings, replicated
 from kdjax.errors import UserError
 from kdjax.formats.blocks import Scales, decode_fields, encode_fields, fit_rows, is_cut
 from kdjax.formats.imatrix import read_importance
@@ -125,7 +125,12 @@ class Form:
         return self.join(base, masters)
 
     def place(self, kept: Kept, seen: Any) -> Any:
-        """Shardings of the kept arrays, given those of the seen parameters."""
+        """Returns shardings of the kept arrays, given those of the seen parameters: here copies.
+
+        `kept` may be shapes.
+        """
+        meshes = [x.mesh for x in jax.tree.leaves(seen) if isinstance(x, NamedSharding)]
+        return jax.tree.map(lambda _: replicated(meshes[0]), kept)
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
         """The dtype in which parts of float32 matrices travel between devices; None: float32.

@@ -38,13 +38,7 @@ from kdjax.device import sharding
 from kdjax.device.runtime import Devices
 from kdjax.device.sharding import count_bytes
 from kdjax.errors import UserError
-from kdjax.losses.divergences import (
-    JensenShannon,
-    Mixture,
-    SkewedForwardKL,
-    SkewedReverseKL,
-    parse_divergence,
-)
+from kdjax.losses.divergences import Divergence, JensenShannon, Mixture, parse_divergence
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.loading import count_parameters
@@ -70,9 +64,6 @@ _log = logging.getLogger("kdjax")
 # Positions in a chunk of the loss, by default the most that fit. More at a time pass over the
 # head's gradient less often: of a cached step on an H200 4,096 gain 4%, and 16,384 another 2%.
 _CHUNKS = (16384, 4096, 1024)
-# Bytes of an id at a position that a divergence makes on the way to its gradient, as XLA counts for
-# an H100; of the others, and sums of theirs, the gradient is made of the logits at once.
-_BETWEEN = {JensenShannon: 4, SkewedForwardKL: 8, SkewedReverseKL: 8}
 REMATS = ("none", "dots", "full")  # the fastest first
 # Phases of a step; others evaluate or write.
 TEACHER, LOSS, BACKWARD, MUON = STEP_PHASES = (
@@ -440,11 +431,11 @@ def _count_divergence(text: str, size: int) -> int:
     user's function makes is not known, and said to be as much.
     """
     if text.startswith(OWN):
-        return max(8, size)
+        return max(Divergence.gradient_bytes, size)
     divergence = parse_divergence(text)
     mixed = isinstance(divergence, Mixture)
     parts = [part for _, part in divergence.parts] if mixed else [divergence]
-    widest = max(_BETWEEN.get(type(part), 0) for part in parts)
+    widest = max(part.gradient_bytes for part in parts)
     # A sum of gradients is begun before the logarithm of a Jensen-Shannon mixture goes.
     waits = mixed and any(isinstance(part, JensenShannon) for part in parts)
     return max(widest + size * waits, size)

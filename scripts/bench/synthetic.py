@@ -274,8 +274,6 @@ _RMS_SCALE = {
 _RMS_MXFP4 = 5.85
 # What is taken off each q of a type whose blocks hold minimums.
 _MIDDLE = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q2_K": 1.5}
-# Where d lies, if not at the start; a minimum follows it.
-_PLACE = {"Q6_K": -2, "Q3_K": -2, "TQ1_0": -2, "TQ2_0": -2, "Q2_K": -4}
 
 
 def _powers_of_two(rng: np.random.Generator, blocks: int, rms: float) -> np.ndarray:
@@ -318,7 +316,7 @@ def random_blocks(rng: np.random.Generator, dtype: str, blocks: int, std: float)
     if middle is None:
         d *= np.float32(1) - 2 * (data[:, -3:-2] & 1).astype(np.float32)
     d = d.astype("<f2")
-    at = _PLACE.get(dtype, 0) % block.nbytes
+    at = sum(block.fields[: block.fields.index(2)])  # d is the first word; a minimum follows it
     data[:, at : at + 2] = d.view(np.uint8)
     if middle is not None:
         offset = (d.astype(np.float32) * np.float32(middle)).astype("<f2")
