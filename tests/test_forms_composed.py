@@ -14,9 +14,11 @@ from test_run import Recorder, go, saved
 import kdjax
 from kdjax.commands import export
 from kdjax.errors import UserError
+from kdjax.evaluation.health.examine import of_files
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode_fields, encode_fields, is_cut
 from kdjax.models.adapters import add_change
+from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.lora import read_numbers
 from kdjax.training.job import assemble
 from kdjax.training.saving import Checkpoints
@@ -221,6 +223,8 @@ def test_a_run_resumes_bit_for_bit_and_exports_what_it_trained(tiny_config, tmp_
         back = kdjax.load(path, dtype="float32", **base).params
         jax.tree.map(np.testing.assert_array_equal, back, seen)
     assert {open_table(out).info(n).dtype for n in open_table(out)} >= {"Q4_0", "F32"}
+    opened = open_checkpoint(step, student=config.student.path)
+    assert "unchanged_weights" not in {found.detector for found in of_files(opened)}
     capsys.readouterr()
     assert export.main([step, "--format=peft", f"--out={tmp_path / 'alone'}", source]) == 2
     assert "adapters that trained under rounding" in capsys.readouterr().err

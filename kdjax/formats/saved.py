@@ -270,6 +270,11 @@ class SavedTable(TensorTable):
         """Whether the forward pass saw other numbers than the masters."""
         return "types" in self.form
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of the parameters that training was to change."""
+        return tuple(self)
+
     def blocks(self, name: str) -> list[tuple[str, LayerNumbers, tuple[np.ndarray, ...]]]:
         """Fields of a rounded matrix's blocks, by type and layers; empty for other parameters.
 

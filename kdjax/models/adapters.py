@@ -274,6 +274,11 @@ class SavedSum(SavedTable):
         self._shapes: dict[Key, Any] = flatten_dict(functional(spec, Compute())[1])
         self.tensors = {"/".join(path): self._sum_tensor(path) for path in self._shapes}
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of the matrices with adapters."""
+        return tuple("/".join(path) for path in self._lora.targets)
+
     def _sum_tensor(self, path: Key) -> LazyTensor:
         name, shape = "/".join(path), tuple(self._shapes[path].shape)
         info = TensorInfo(name, shape, "F32", 4 * math.prod(shape))

@@ -53,7 +53,8 @@ def of_files(checkpoint: Checkpoint) -> list[Finding]:
     ]
     if (saved := checkpoint.whole_step) is not None:
         assert isinstance(checkpoint.table, SavedTable)
-        params, start = checkpoint.table.arrays(), checkpoint.header
+        table, start = checkpoint.table, checkpoint.header
+        params = ((name, table.array(name)) for name in table.trained)
         changed = changed_tensors(params, start, spec, init=saved.init, seed=saved.seed)
         questions.append((detectors.unchanged_weights, changed, saved.step))
     return ask(*questions)
