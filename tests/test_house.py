@@ -13,19 +13,19 @@ ROOT = Path(__file__).parents[1]
 
 # The most uses of each word in kdjax/. Lower a number when fewer are left; never raise one.
 CEILINGS = {
-    "behind": 3,
-    "beside": 9,
-    "gives": 6,
-    "so many": 6,
-    "the same": 5,
-    "that of": 60,
-    "whole": 17,
-    "one's own": 10,
+    "behind": 2,
+    "beside": 2,
+    "gives": 4,
+    "so many": 4,
+    "the same": 2,
+    "that of": 41,
+    "whole": 12,
+    "one's own": 5,
     "own answers": 1,
     "likeliest": 0,
-    "asks for": 12,
+    "asks for": 10,
     "wants": 0,
-    "who, what": 12,
+    "who, what": 6,
     "told": 1,
 }
 

@@ -1,4 +1,4 @@
-"""A batch, the contract of every step: its columns, what may be left out, and what is refused.
+"""A batch, the contract of every step: its columns, their defaults, and their errors.
 
 `tokens` and `labels` `[B, T]`, int32; `weights` of positions, float32; `segment_ids`, 0 for
 padding; `positions` within a segment. Columns of teachers have their own names
@@ -26,9 +26,9 @@ _WEIGHTS = "weights", *APART
 def read_ids(
     tokens: Any, labels: Any, weights: Any, *, head: HeadSpec
 ) -> tuple[Array, Array, Array]:
-    """Labels and weights with `IGNORED` left out, and how many ids are outside the vocabulary.
+    """Returns labels and weights without `IGNORED`, and the number of ids outside the vocabulary.
 
-    Labels of weight 0 may be any. For NumPy arrays and within `jax.jit`.
+    Labels of weight 0 may have any value. Takes NumPy arrays too, and works within `jax.jit`.
     """
     weights = jnp.where(labels == IGNORED, 0, weights).astype(jnp.float32)
     odd = [(tokens < 0) | (tokens >= head.width), (labels < 0) | (labels >= head.real_vocab)]
@@ -59,7 +59,7 @@ def check_ids(
 
 
 def _refuse_outside(count: Any, example: str = "") -> None:
-    """Raises `UserError` if there are any such ids."""
+    """Raises `UserError` for ids outside the vocabulary, if there are any."""
     if count:
         raise UserError(
             f"found {count} ids outside the vocabulary in a batch{example}; expected tokens and "
@@ -68,19 +68,20 @@ def _refuse_outside(count: Any, example: str = "") -> None:
 
 
 def refuse_counted(counts: Any) -> None:
-    """Raises `UserError` for what the devices counted: ids outside, and, with a teacher in the
-    batch, positions where it is impossible."""
+    """Raises `UserError` for counts of the devices: ids outside the vocabulary, and positions
+    where a teacher in the batch is impossible."""
     outside, *odd = np.ravel(0 if counts is None else counts)
     _refuse_outside(int(outside))
     refuse_odd(sum(map(int, odd)))
 
 
 def complete_batch(batch: Any) -> dict[str, Any]:
-    """`tokens` and `labels` `[B, T]`, with what is left out of the other columns filled in.
+    """Fills in the columns that a batch of `tokens` and `labels` `[B, T]` leaves out.
 
     segment_ids: 1 everywhere (0 is padding). positions: from 0 in each run of one segment. weights:
-    1 where the label belongs to the same segment; the last label of a row does. Lists become
-    arrays.
+    1 where the label belongs to its token's segment, as the last label of a row always does. Lists
+    become arrays.
+
     Raises `UserError` for a batch without tokens or labels, or of columns of other shapes or types.
     """
     if not isinstance(batch, Mapping):
@@ -123,7 +124,7 @@ def _as_array(name: str, column: Any) -> Any:
 
 
 def _as_type(name: str, column: Any) -> Any:
-    """int32 of whole numbers, float32 of weights; raises `UserError` for another type."""
+    """Converts whole numbers to int32, weights to float32; raises `UserError` for other types."""
     if name in _WEIGHTS:
         return column.astype(np.float32) if column.dtype != np.float32 else column
     if column.dtype == np.int32:

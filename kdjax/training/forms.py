@@ -1,13 +1,14 @@
-"""Forms of a student: what trains, what the forward pass sees, what is saved and exported.
+"""Forms of a student: its trained, seen, saved and exported parameters.
 
-    base    what is never trained, an argument of the step: {} of most forms
-    masters float32, what the optimizer moves: part of the state
-    kept    other arrays of the state, fitted at the start, such as scales; None of most forms
+    base     parameters that are never trained, an argument of the step; {} for most forms
+    masters  float32 parameters that the optimizer moves, part of the state
+    kept     other arrays of the state, made at the start, such as scales; None for most forms
 
-Once in each optimizer step `see(base, kept, masters)` computes the parameters of the forward pass,
-and `pull` takes the gradient at these back to the masters. A form knows its settings, the bytes it
-takes and its name in a run; the step, the loop, the plan and evaluation ask it and know no more.
-`Rounded` rounds what another form sees: of a plain student the masters, of adapters base + B A.
+In each optimizer step, `see(base, kept, masters)` computes the parameters of the forward pass once,
+and `pull` maps the gradient at these parameters to a gradient at the masters. A form knows its
+settings, its bytes and its name in a run; the step, the loop, the plan and evaluation know nothing
+else about it. `Rounded` rounds the parameters that another form computes: the masters of a plain
+student, or base + B A of adapters.
 """
 
 import dataclasses
@@ -54,21 +55,21 @@ from kdjax.models.weights import Scaled, name_numbers, stack_blocks
 from kdjax.training.trainable import list_paths, zeros_for
 
 _log = logging.getLogger("kdjax")
-Kept = Any  # arrays that a form keeps in the state; None for none
+Kept = Any  # arrays of a form in the state; None: it has none
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a student's masters become its parameters: this one takes them as they are."""
+    """Form of a student: maps its masters to the seen parameters; here they are equal."""
 
-    rounds: ClassVar[bool] = False  # whether what is seen is less exact than the masters
-    # Arguments of `make_step` that the form does not go with, and why.
+    rounds: ClassVar[bool] = False  # whether seen parameters are less exact than masters
+    # Arguments of `make_step` that conflict with the form, and the reason.
     conflicts: ClassVar[Mapping[str, str]] = {}
     # Whether a student differs from its file before the first step, so that the file may teach it.
     differs: ClassVar[bool] = False
-    writes: ClassVar[bool] = True  # whether what trains is a model that generates text
-    # Of a run's plan: the name of the masters; whether embedding and head have no gradient;
-    # whether matrices have none either, and the backward pass goes through adapters next to them.
+    writes: ClassVar[bool] = True  # whether the trained student generates text
+    # For a run's plan: the name of the masters; whether embedding and head get no gradient;
+    # whether matrices get none either, so that the backward pass goes through their adapters.
     title: ClassVar[str] = "student, float32 masters"
     freezes: ClassVar[bool] = False
     low_rank: ClassVar[bool] = False
@@ -79,7 +80,7 @@ class Form:
         return self
 
     def masters(self, params: Params) -> Params:
-        """Selects what is trained of a model's parameters, or of gradients at them: here all."""
+        """Selects the trained part of a model's parameters, or of their gradients: here all."""
         return params
 
     def base(self, params: Params) -> Params:
@@ -91,11 +92,11 @@ class Form:
         return masters
 
     def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """Paths of seen parameters that never get a gradient; takes shapes, too."""
+        """Lists paths of seen parameters that never get a gradient; arguments may be shapes."""
         return frozenset()
 
     def learns(self, params: Params) -> bool:
-        """Whether there is something to learn from a teacher of the student's own weights."""
+        """Whether a teacher with the student's own weights teaches it anything."""
         return False
 
     def begin(self, base: Params, masters: Params) -> Kept:
@@ -114,37 +115,40 @@ class Form:
         grads: Params,
         frozen: frozenset[str],
     ) -> Params:
-        """The gradient of the masters, of the gradient at what was seen.
+        """Computes the gradient at the masters from the gradient at the seen parameters.
 
         `grads` has None at the `frozen` paths.
         """
         return zeros_for(self.masters(grads), frozen, masters)
 
     def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
-        """Shardings of the seen parameters, or arrays that have them; `masters` are shardings."""
+        """Returns shardings of the seen parameters, or arrays that have these shardings.
+
+        `masters` are shardings.
+        """
         return self.join(base, masters)
 
     def place(self, kept: Kept, seen: Any) -> Any:
-        """Returns shardings of the kept arrays, given those of the seen parameters: here copies.
+        """Returns shardings of the kept arrays; here each device has all of them.
 
-        `kept` may be shapes.
+        `seen` are the shardings of the seen parameters; `kept` may be shapes.
         """
         meshes = [x.mesh for x in jax.tree.leaves(seen) if isinstance(x, NamedSharding)]
         return jax.tree.map(lambda _: replicated(meshes[0]), kept)
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """The dtype in which parts of float32 matrices travel between devices; None: float32.
+        """Chooses the dtype in which devices exchange float32 matrices; None: float32.
 
         The products of the forward pass are in `dtype`.
         """
         return dtype
 
     def pack(self, base: Params, kept: Kept, masters: Params) -> Params:
-        """Makes what is exported: numbers, or blocks."""
+        """Makes the exported parameters: numbers or blocks."""
         return self.see(base, kept, masters)
 
     def compile(self, function: Callable[..., Any], places: Any = None) -> Callable[..., Any]:
-        """Prepares `see` or `pack` for calls between steps; results lie at `places`."""
+        """Prepares `see` or `pack` for calls between steps; results get the shardings `places`."""
         return function
 
     @property
@@ -152,11 +156,11 @@ class Form:
         """Record of the form in a saved step, as JSON; empty for plain masters."""
         return {}
 
-    # --- of a run, whose student is a file: what `training.pair`, `job` and `plan` ask ---
+    # --- Methods for a run, whose student is a file: `training.pair`, `job`, `plan` call them ---
 
     @property
     def weights(self) -> str:
-        """How the base is kept, of `config.WEIGHTS`; "" if there is none, or the teacher has it."""
+        """How the base is stored (`config.WEIGHTS`); "" without one, or if the teacher has it."""
         return ""
 
     def base_dtype(self, compute: DTypeLike) -> DTypeLike:
@@ -188,11 +192,11 @@ class Form:
         return {}
 
     def count_kept(self, student: Checkpoint) -> int:
-        """Bytes of what the state keeps in addition to masters and moments."""
+        """Bytes of the arrays that the state has in addition to masters and moments."""
         return 0
 
     def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
-        """The student as the step takes it: shapes of masters, arrays of a base.
+        """Makes the model that the step takes: shapes of masters, arrays of a base.
 
         `shared` is a teacher that has the base's arrays.
         """
@@ -224,8 +228,8 @@ class Adapters(Form):
     teacher may share its arrays. A student with adapters has this form by default.
     """
 
-    lora: Lora | None = None  # of the student, once settled
-    asked: LoraConfig | None = dataclasses.field(default=None, compare=False)  # of a run
+    lora: Lora | None = None  # the student's, once settled
+    asked: LoraConfig | None = dataclasses.field(default=None, compare=False)  # a run's settings
 
     conflicts: ClassVar[Mapping[str, str]] = {
         "trainable": say_why("optim.trainable", "student.lora.rank")
@@ -252,19 +256,19 @@ class Adapters(Form):
         return dataclasses.replace(self, lora=lora)
 
     def masters(self, params: Params) -> Params:
-        """The adapters, or, of adapters alone, all."""
+        """Selects the adapters, or the entire tree if it has nothing else."""
         return split_adapters(params)[1] or params
 
     def base(self, params: Params) -> Params:
-        """All but the adapters."""
+        """Selects everything but the adapters."""
         return split_adapters(params)[0]
 
     def join(self, base: Params, masters: Params) -> Params:
-        """The base with its adapters; no array is copied."""
+        """Joins the base and its adapters; no array is copied."""
         return join_adapters(base, masters)
 
     def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """All of the base."""
+        """Lists all paths of the base."""
         return frozenset(list_paths(base))
 
     def learns(self, params: Params) -> bool:
@@ -273,15 +277,15 @@ class Adapters(Form):
         return any(path[-1] == "b" and bool(jnp.any(x != 0)) for path, x in flat.items())
 
     def see(self, base: Params, kept: Kept, masters: Params) -> Params:
-        """The base with its adapters; no array is copied."""
+        """Returns the base with its adapters; no array is copied."""
         return self.join(base, masters)
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """None: float32 arrays of a base are scales, which travel unrounded."""
+        """Returns None: float32 arrays of a base are scales, which devices exchange unrounded."""
 
     @property
     def weights(self) -> str:
-        """How the frozen student is kept."""
+        """How the frozen student is stored."""
         assert self.asked is not None
         return self.asked.weights
 
@@ -291,7 +295,7 @@ class Adapters(Form):
         return student
 
     def choose_lora(self, student: Checkpoint) -> Lora:
-        """The adapters that train: those of the student if it has some, else those asked for."""
+        """Chooses the trained adapters: the student's if it has some, else the requested ones."""
         asked = self.asked
         assert asked is not None
         if student.adapters is None:
@@ -306,11 +310,11 @@ class Adapters(Form):
         return lora
 
     def find_start(self, student: Checkpoint) -> Checkpoint:
-        """The base: its adapters are what trains."""
+        """Returns the base: the adapters are trained."""
         return student.base
 
     def draw(self, student: Checkpoint, seed: int) -> Params:
-        """The adapters of the student's file, or new ones."""
+        """Reads the adapters of the student's file, or draws new ones."""
         if student.adapters is not None:
             return student.adapters.read_tree()
         return draw_adapters(self.choose_lora(student), student.spec, seed)
@@ -320,7 +324,7 @@ class Adapters(Form):
         return shape_adapters(self.choose_lora(student), student.spec)
 
     def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
-        """The base, `shared` or loaded, and shapes of adapters."""
+        """Makes a model of the base, `shared` or loaded, with shapes of adapters."""
         lora, spec = self.choose_lora(student), student.spec
         functions, _ = functional(spec, dataclasses.replace(compute, scan=self._loops(compute)))
         assert compute.placement is not None
@@ -341,19 +345,19 @@ class Adapters(Form):
         return model
 
     def _loops(self, compute: Compute) -> bool:
-        """Packed and float8 matrices become numbers a layer at a time: only a loop ensures it."""
+        """Whether layers run in a loop, which decodes packed and float8 matrices one at a time."""
         return compute.scan or self.weights != "dense"
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
-        """Forward, and back through activations: gradients of A and B are few."""
+        """Counts both passes without gradients of matrices; gradients of A and B are small."""
         return super().count_flops(spec, length, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class MergedAdapters(Adapters):
-    """Adapters whose student is seen as numbers: base + scale B A, float32, all parameters.
+    """Adapters added to their base: all seen parameters are numbers, base + scale B A, float32.
 
-    What `Rounded` rounds. The gradient at these numbers passes on to A and B.
+    `Rounded` rounds these numbers. Their gradient passes on to A and B.
     """
 
     low_rank: ClassVar[bool] = False
@@ -372,7 +376,7 @@ class MergedAdapters(Adapters):
         return settled
 
     def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """All but the matrices that have adapters."""
+        """Lists all paths except the matrices that have adapters."""
         assert self.lora is not None
         seen = jax.eval_shape(self.see, base, None, masters)
         adapted = {"/".join(path) for path in self.lora.targets}
@@ -399,7 +403,7 @@ class MergedAdapters(Adapters):
         grads: Params,
         frozen: frozenset[str],
     ) -> Params:
-        """scale B^T G for A and scale G A^T for B, of the gradient G of a matrix."""
+        """Computes scale B^T G for A and scale G A^T for B, with a matrix's gradient G."""
         assert self.lora is not None
         given, flat, pulled = _flatten(grads), _flatten(masters), {}
         for path in self.lora.targets:
@@ -410,7 +414,7 @@ class MergedAdapters(Adapters):
         return unflatten_dict(pulled)
 
     def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
-        """By the rules of dense parameters."""
+        """Returns shardings by the rules of dense parameters."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), base)
         seen = jax.eval_shape(self.see, shapes, None, self._shape_masters(shapes))
         return parameter_shardings(seen, mesh)
@@ -429,7 +433,7 @@ class MergedAdapters(Adapters):
         return dtype
 
     def base_dtype(self, compute: DTypeLike) -> DTypeLike:
-        """float32: the file's own numbers, which an export adds the changes to."""
+        """Returns float32: an export adds the changes to the exact numbers of the file."""
         return "float32"
 
     def _loops(self, compute: Compute) -> bool:
@@ -440,7 +444,7 @@ class MergedAdapters(Adapters):
         return Form.count_flops(self, spec, length, 1.0)
 
     def shape_gradients(self, student: Checkpoint) -> Params:
-        """Shapes of the adapted matrices, whose gradients those of A and B are made of."""
+        """Shapes of the adapted matrices: their gradients make the gradients of A and B."""
         shapes = _flatten(functional(student.spec, Compute())[1])
         return unflatten_dict({path: shapes[path] for path in self.choose_lora(student).targets})
 
@@ -476,19 +480,19 @@ class DraftBlock(Form):
         return self
 
     def masters(self, params: Params) -> Params:
-        """The block, or, of a block alone, all."""
+        """Selects the block."""
         return {"mtp": params["mtp"]}
 
     def base(self, params: Params) -> Params:
-        """All but the block."""
+        """Selects everything but the block."""
         return {name: x for name, x in params.items() if name != "mtp"}
 
     def join(self, base: Params, masters: Params) -> Params:
-        """The base with the block; no array is copied."""
+        """Joins base and block; no array is copied."""
         return {**base, **masters}
 
     def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """All of the base."""
+        """Lists all paths of the base."""
         return frozenset(list_paths(base))
 
     def learns(self, params: Params) -> bool:
@@ -496,11 +500,11 @@ class DraftBlock(Form):
         return True
 
     def see(self, base: Params, kept: Kept, masters: Params) -> Params:
-        """The base with the block; no array is copied."""
+        """Returns the base with the block; no array is copied."""
         return self.join(base, masters)
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """None: float32 arrays of a base are scales, which travel unrounded."""
+        """Returns None: float32 arrays of a base are scales, which devices exchange unrounded."""
 
     def open(self, student: Checkpoint) -> Checkpoint:
         """Returns the student with its block, or a new one; raises `UserError` if it has none."""
@@ -516,17 +520,17 @@ class DraftBlock(Form):
         return {"mtp": draw_block(student.spec, seed)} if self.new else None
 
     def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
-        """The teacher's arrays, and shapes of the block."""
+        """Makes a model of the teacher's arrays, with shapes of the block."""
         assert shared is not None
         _log.info("student: the block that drafts, with the teacher's arrays")
         return attach_block(shared, student.spec, {"mtp": shape_block(student.spec)})
 
     def choose_remat(self, remat: str) -> str:
-        """None: the block is one layer."""
+        """Returns `none`: the block is one layer."""
         return "none"
 
     def list_backward(self, spec: ArchSpec) -> ArchSpec:
-        """The block's one layer."""
+        """Returns the architecture with the one layer of the block."""
         attends = next(layer for layer in spec.layers if not layer.delta)
         return dataclasses.replace(
             spec, layers=(attends,), delta_key_heads=0, delta_value_heads=0, drafts=0
@@ -545,12 +549,12 @@ class DraftBlock(Form):
 class Rounded(Form):
     """The student rounded to the block types of a GGUF file; gradients go straight through.
 
-    `text` is a recipe of `export_gguf`, or types by name (`recipes.split_types`). What is rounded
-    is what the form `of` sees: masters, or of a student with adapters base + scale B A, of which
-    the adapters train. Once a step the exporter's own search rounds it. Kept are the scales of
-    every block, fitted once, at the start, where errors count by the importance of `imatrix`, a
-    file of llama-imatrix. A checkpoint has them: what is exported are the integers of these scales,
-    which are equal on every backend.
+    `text` is a recipe of `export_gguf`, or types by name (`recipes.split_types`). The form `of`
+    computes the parameters that are rounded: the masters, or, for a student with adapters, base +
+    scale B A, of which the adapters are trained. The exporter's search fits the scales of every
+    block once, at the start; `imatrix`, a file of llama-imatrix, weights the errors of this fit.
+    Each step rounds to the integers of these scales, which are equal on every backend. State and
+    checkpoints have the scales, and an export writes the integers that belong to them.
 
         step = kdjax.make_step(student, teacher, loss, optimizer, form=kdjax.Rounded("q4_0"))
     """
@@ -559,7 +563,7 @@ class Rounded(Form):
     imatrix: str = ""
     of: Form = PLAIN
     types: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()  # paths; types of their layers
-    # Of some paths, float32 [L, 1, inputs]: how much the errors of each input count in a fit.
+    # Weights of each input's errors in a fit, for some paths: float32 [L, 1, inputs].
     importance: Mapping[tuple[str, ...], np.ndarray] = dataclasses.field(
         default_factory=dict, compare=False
     )
@@ -569,19 +573,19 @@ class Rounded(Form):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The types by name, for `formats.saved`, and what the form within records."""
+        """The types by name, for `formats.saved`, and the inner form's record."""
         types = {"/".join(path): list(types) for path, types in self.types}
         return self.of.record | {"quantize": self.text, "types": types}
 
     @property
     def conflicts(self) -> Mapping[str, str]:  # type: ignore[override]
-        """Does as the form within."""
+        """Conflicts of the inner form."""
         return self.of.conflicts
 
     def settle(self, student: Model) -> "Rounded":
-        """The form with the types of the student's parameters, and what is rounded of it.
+        """Chooses the types of the student's parameters, and the form that computes them.
 
-        Raises `UserError` for types that cannot be trained, for a user's module, for a block that
+        Raises `UserError` for types that cannot be trained, for a custom module, for a block that
         drafts, and for importances of another model.
         """
         inner = choose_form(None, student)
@@ -595,10 +599,10 @@ class Rounded(Form):
         return dataclasses.replace(self.choose_types(student.spec), of=inner)
 
     def choose_types(self, spec: ArchSpec | None) -> "Rounded":
-        """The form with the types, and importances, of a student of this architecture."""
+        """Returns the form with types and importances for a student of this architecture."""
         if spec is None:
             raise UserError(
-                f"found form=Rounded({self.text!r}) for a module of your own; expected a student "
+                f"found form=Rounded({self.text!r}) for a custom module; expected a student "
                 "that kdjax knows the architecture of: block types are chosen by the names of its "
                 "parameters."
             )
@@ -619,19 +623,19 @@ class Rounded(Form):
         return dataclasses.replace(self, types=types, importance=importance)
 
     def masters(self, params: Params) -> Params:
-        """Does as the form within."""
+        """Selects the inner form's masters."""
         return self.of.masters(params)
 
     def base(self, params: Params) -> Params:
-        """Does as the form within."""
+        """Selects the inner form's base."""
         return self.of.base(params)
 
     def join(self, base: Params, masters: Params) -> Params:
-        """Does as the form within."""
+        """Joins base and masters for the inner form."""
         return self.of.join(base, masters)
 
     def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """Does as the form within."""
+        """Lists the inner form's frozen paths."""
         return self.of.list_frozen(base, masters)
 
     def learns(self, params: Params) -> bool:
@@ -639,7 +643,7 @@ class Rounded(Form):
         return True
 
     def begin(self, base: Params, masters: Params) -> Kept:
-        """The scales that fit best."""
+        """Fits the scales."""
         flat, kept = _flatten(self.of.see(base, None, masters)), {}
         for path, types in self.types:
             weights = self.importance.get(path)
@@ -649,7 +653,7 @@ class Rounded(Form):
         return unflatten_dict(kept)
 
     def see(self, base: Params, kept: Kept, masters: Params) -> Params:
-        """The numbers that the blocks stand for."""
+        """Returns the numbers that the blocks decode to."""
 
         def round_rows(dtype: str, scales: Scales, x: Array) -> Array:
             return decode_fields(encode_fields(x, dtype, scales), dtype).astype(x.dtype)
@@ -665,7 +669,7 @@ class Rounded(Form):
         grads: Params,
         frozen: frozenset[str],
     ) -> Params:
-        """Straight through; but what lies beyond its scale's range is not driven further out."""
+        """Passes gradients straight through, unless they drive cut numbers further out of range."""
 
         def keep(dtype: str, scales: Scales, g: Array, x: Array, y: Array) -> Array:
             outwards = is_cut(x, y, dtype, scales) & ((x - y) * g < 0)  # a step goes against g
@@ -676,11 +680,11 @@ class Rounded(Form):
         return self.of.pull(base, None, masters, numbers, grads, frozen)
 
     def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
-        """Does as the form within: the sum is what is spread."""
+        """Returns the inner form's shardings."""
         return self.of.spread(base, masters, mesh)
 
     def place(self, kept: Kept, seen: Any) -> Any:
-        """Shardings of the scales, on the devices of their rows; blocks of a row stay together."""
+        """Returns shardings of the scales, by their rows; blocks of a row stay together."""
         flat = _flatten(seen)
         places = {}
         for path, scales in _flatten(kept).items():
@@ -690,11 +694,11 @@ class Rounded(Form):
         return unflatten_dict(places)
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """Does as the form within."""
+        """Chooses the inner form's dtype."""
         return self.of.send_as(dtype)
 
     def pack(self, base: Params, kept: Kept, masters: Params) -> Params:
-        """The student in blocks, as a packed model has them: what is exported."""
+        """Makes the exported student: blocks, as a packed model has them."""
         flat, scales = _flatten(self.of.see(base, None, masters)), _flatten(kept)
         for path, types in self.types:
             flat[path] = stack_blocks(
@@ -706,52 +710,52 @@ class Rounded(Form):
         return unflatten_dict(flat)
 
     def compile(self, function: Callable[..., Any], places: Any = None) -> Callable[..., Any]:
-        """The function as one program."""
+        """Compiles the function to one program."""
         return jax.jit(function, out_shardings=places)
 
     @property
     def title(self) -> str:  # type: ignore[override]
-        """Does as the form within."""
+        """Name of the inner form's masters."""
         return self.of.title
 
     @property
     def freezes(self) -> bool:  # type: ignore[override]
-        """Does as the form within."""
+        """Whether the inner form freezes embedding and head."""
         return self.of.freezes
 
     @property
     def weights(self) -> str:
-        """Does as the form within."""
+        """How the inner form stores its base."""
         return self.of.weights
 
     def base_dtype(self, compute: DTypeLike) -> DTypeLike:
-        """Does as the form within."""
+        """Returns the dtype of the inner form's base."""
         return self.of.base_dtype(compute)
 
     def open(self, student: Checkpoint) -> Checkpoint:
-        """Opens it as the form within does; raises `UserError` for types that it cannot have."""
+        """Opens the student for the inner form; raises `UserError` for types that it lacks."""
         student = self.of.open(student)
         Rounded(self.text).choose_types(student.spec)
         return student
 
     def find_start(self, student: Checkpoint) -> Checkpoint:
-        """Does as the form within."""
+        """Returns the student before training, for the inner form."""
         return self.of.find_start(student)
 
     def draw(self, student: Checkpoint, seed: int) -> Params | None:
-        """Does as the form within."""
+        """Draws the inner form's masters."""
         return self.of.draw(student, seed)
 
     def shapes(self, student: Checkpoint) -> Params:
-        """Does as the form within."""
+        """Shapes of the inner form's masters."""
         return self.of.shapes(student)
 
     def shape_gradients(self, student: Checkpoint) -> Params:
-        """Does as the form within."""
+        """Shapes of the inner form's gradients."""
         return self.of.shape_gradients(student)
 
     def shape_seen(self, student: Checkpoint) -> Params:
-        """Shapes of all parameters: the rounded numbers."""
+        """Shapes of all parameters, as rounded numbers."""
         return functional(student.spec, Compute())[1]
 
     def count_kept(self, student: Checkpoint) -> int:
@@ -760,17 +764,17 @@ class Rounded(Form):
         return count_bytes(jax.eval_shape(plain.begin, {}, self.shape_seen(student)))
 
     def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
-        """Does as the form within."""
+        """Makes the inner form's model."""
         return self.of.open_model(student, compute, shared)
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
-        """Counts as the form within does: rounding is no product."""
+        """Counts the inner form's FLOP: rounding has no products."""
         return self.of.count_flops(spec, length, trained)
 
     def _replace(self, change: Callable[..., Array], kept: Kept, *trees: Params) -> Params:
-        """The first tree with its rounded matrices changed, given those of the others.
+        """Changes the rounded matrices of the first tree, given these matrices of all trees.
 
-        What is None there, a gradient that a frozen matrix has not, stays None.
+        None, in place of a frozen matrix's gradient, stays None.
         """
         flats, scales = [_flatten(tree) for tree in trees], _flatten(kept)
         changed = dict(flats[0])
@@ -788,7 +792,8 @@ class Rounded(Form):
 def choose_form(form: Form | None, student: Model) -> Form:
     """Settles a form; None chooses the form that the student has by default.
 
-    A student with adapters trains them, one with a block that drafts the block, any other all.
+    By default a student with adapters trains these, a student with a drafting block trains the
+    block, and any other student trains all of its parameters.
     """
     if form is not None and not isinstance(form, Form):
         raise UserError(f"found form={form!r}; expected one such as kdjax.Rounded('q4_0').")
@@ -802,7 +807,7 @@ def choose_form(form: Form | None, student: Model) -> Form:
 
 
 def form_of(student: StudentConfig) -> Form:
-    """The form that a config asks for, before a student settles it."""
+    """Returns the form that a config requests, before a student settles it."""
     if student.block:
         return DraftBlock(new=student.block == NEW)
     if not student.quantize:
@@ -812,9 +817,9 @@ def form_of(student: StudentConfig) -> Form:
 
 
 def check_form(form: Form, student: Model, **settings: Any) -> None:
-    """Raises `UserError` for settings of a step that the form does not go with.
+    """Raises `UserError` for settings of a step that conflict with the form.
 
-    And for weights that no gradient reaches: packed ones, or float8.
+    Raises it also for weights that no gradient reaches: packed ones, or float8.
     """
     for name, value in settings.items():
         if value and name in form.conflicts:
@@ -843,7 +848,7 @@ def _take(x: Array, layers: tuple[int, ...] | None) -> Array:
 def _spread_importance(
     file: str, paths: Iterable[tuple[str, ...]], spec: ArchSpec
 ) -> dict[tuple[str, ...], np.ndarray]:
-    """Stacks the means of a file of llama-imatrix by layer; leaves out paths that it has not.
+    """Stacks the means of a file of llama-imatrix by layer; leaves out paths that it lacks.
 
     Raises `UserError` for a file of another model.
     """

@@ -1,4 +1,4 @@
-"""Losses of layers in a step: their layers exist, their projections begin, their names differ."""
+"""Losses of layers in a step: checks of their layers and names, and their first projections."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def choose_losses(
 ) -> tuple[LayerLoss, ...]:
     """Lists the losses of `make_step(extra=)`; raises `UserError` for missing layers.
 
-    `teacher` is a tuple of several.
+    `teacher` is a tuple for several teachers.
     """
     given: Any = extra
     losses: tuple[LayerLoss, ...] = tuple(given) if isinstance(given, Sequence) else (given,)

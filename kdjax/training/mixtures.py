@@ -67,7 +67,7 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Teachers(TeacherKind):
-    """Several teachers, each of its own kind; `make_step(student, [a, b], loss, tx, kind=...)`.
+    """Several teachers, each with its kind; `make_step(student, [a, b], loss, tx, kind=...)`.
 
         kind = Teachers((Dense(), TeacherInBatch(rest="tail")), weights=(0.7, 0.3))
 
@@ -91,7 +91,7 @@ class Teachers(TeacherKind):
         if len(self.kinds) < 2 or len(self.weights) not in (0, len(self.kinds)):
             raise UserError(
                 f"found {len(self.kinds)} teachers and {len(self.weights)} weights; expected two "
-                "teachers or more, and as many weights or none."
+                "teachers or more, and a weight for each of them, or no weights."
             )
         if self.weights:
             check_weights(self.weights)
@@ -103,22 +103,22 @@ class Teachers(TeacherKind):
 
     @property
     def in_batch(self) -> bool:  # type: ignore[override]
-        """Whether all of them come with the batch."""
+        """Whether the batch has all of the teachers."""
         return all(kind.in_batch for kind in self.kinds)
 
     @property
     def runs(self) -> bool:  # type: ignore[override]
-        """Whether one computes hidden states in every step."""
+        """Whether a teacher computes hidden states in every step."""
         return any(kind.runs for kind in self.kinds)
 
     @property
     def logit_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of all of their logits."""
+        """Bytes of the logits of all teachers."""
         return sum(kind.logit_bytes for kind in self.kinds)
 
     @property
     def _merged(self) -> bool:
-        """Whether they are known by top-k ids."""
+        """Whether the teachers are known by top-k ids."""
         return self.kinds[0].loss is cached_head_loss
 
     def check_loss(self, loss: KDLoss) -> None:
@@ -156,7 +156,7 @@ class Teachers(TeacherKind):
         return None
 
     def _own_columns(self, batch: dict[str, Any], number: int) -> dict[str, Any]:
-        """The batch as the teacher of this number sees it: `teacher_0_ids` is its `teacher_ids`."""
+        """Selects columns for the teacher of a number: its `teacher_ids` is `teacher_0_ids`."""
         mine = f"teacher_{number}_"
         shared = {k: v for k, v in batch.items() if not k.startswith("teacher_")}
         own = {k.replace(mine, "teacher_", 1): v for k, v in batch.items() if k.startswith(mine)}

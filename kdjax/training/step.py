@@ -80,7 +80,7 @@ class TrainState:
 
 @struct.dataclass
 class FormedState(TrainState):
-    """State of a student whose form keeps arrays of its own, such as scales."""
+    """State of a student whose form has arrays in it, such as scales."""
 
     kept: Any
 
@@ -92,7 +92,7 @@ class ExtraState(FormedState):
     extra: Any  # by loss, then by layer: float32 [width, D]
 
 
-_EXTRA = "_extra"  # where these stand beside the student's parameters, for the optimizer
+_EXTRA = "_extra"  # name of the projections in the optimizer's tree, next to parameters
 
 
 def _join(params: Params, extra: Params | None) -> Params:
@@ -103,12 +103,12 @@ def _join(params: Params, extra: Params | None) -> Params:
 class StepMetrics:
     """Figures of one optimizer step, or, added, of several: each a (sum, count), in nats."""
 
-    loss: Mean  # what is minimised, over trained positions
+    loss: Mean  # the minimised loss, over trained positions
     ce: Mean
     divergence: Mean | None  # at the loss's temperature, without T^2; None: alpha is 1
-    grad_norm: Mean  # of what is trained, before clipping, over steps
+    grad_norm: Mean  # of the masters' gradient, before clipping, over steps
     extra: dict[str, Mean] | None = None  # of layer losses, without their weights
-    outside: Any = None  # what `refuse_counted` takes; None: the host has looked, nothing is odd
+    outside: Any = None  # counts for `refuse_counted`; None: the host has checked the batch
 
     def __add__(self, other: "StepMetrics") -> "StepMetrics":
         counts = [x.outside for x in (self, other) if x.outside is not None]
@@ -137,19 +137,19 @@ class StepSpec:
     """Arguments of `kd_step` that are no arrays; fixed for a run."""
 
     student: ModelFunctions
-    # None: trains on the text alone, and compares with nothing; a tuple of several teachers'.
+    # None: no teacher, the text alone trains; a tuple has one for each of several teachers.
     teacher: ModelFunctions | tuple[ModelFunctions | None, ...] | None
     kind: TeacherKind  # how the teacher reaches the loss
     head: HeadSpec
     tx: optax.GradientTransformation
-    microbatches: int = 1  # parts of a batch, computed in turn; the sums are the same
+    microbatches: int = 1  # parts of a batch, computed in turn, with equal sums
     reduce_dtype: str = "float32"  # of gradients while devices add them up
-    # How student and teacher lie on several devices; None: on one, or as the compiler splits them.
+    # Shardings of student and teacher; None: one device, or the compiler splits them.
     spreads: tuple[Spread, Spread] | None = None
     form: Form = PLAIN  # of the student
     frozen: frozenset[str] = frozenset()  # paths of parameters that get no gradient
     some_layers: TrainedLayers = ()  # stacks of which some layers are trained
-    extra: tuple[LayerLoss, ...] = ()  # losses beside the divergence
+    extra: tuple[LayerLoss, ...] = ()  # losses of layers
     schedules: Schedules | None = None  # of the loss; `head.loss` has their last values
     shapes: Mapping[str, Any] | None = None  # of the teacher's arrays by path; None: not compared
 
@@ -159,8 +159,8 @@ def _sum_over_devices(
 ) -> Callable[..., Any]:
     """`function(params, teacher, batch)` on each device's rows; sums are added once, at the end.
 
-    Each device runs one device's program, kernels too. `outs` gives the specs of the sums from
-    those of `params`.
+    Each device runs one device's program, kernels too. `outs` makes the specs of the sums from the
+    specs of `params`.
     """
     if spec.spreads is None:
         return function
@@ -184,9 +184,10 @@ def _sum_over_devices(
 def _run_both(
     spec: StepSpec, params: Params, teacher: Params, batch: Batch
 ) -> tuple[tuple[Array, Array], RunningTeacher, dict[str, Array] | None, Any]:
-    """The student, the teacher as a kind runs it, and the sums of layer losses, None without.
+    """Runs the student, and the teacher's layers that losses read.
 
-    These come by name, and all together with their weights.
+    Returns hidden states and head of the student, the teacher for its kind, and the sums of layer
+    losses by name and their weighted total; both are None without such losses.
     """
     running = RunningTeacher(spec.teacher, teacher)
     columns = batch["tokens"], batch["segment_ids"], batch["positions"]
@@ -222,7 +223,7 @@ def kd_gradients(
 ) -> tuple[Params, LossSums, Array]:
     """Gradients of the loss averaged over the batch's weighted positions; sums and their count.
 
-    The count of the whole batch divides once, after all microbatches: a mean of microbatch means
+    The count of the entire batch divides once, after all microbatches: a mean of microbatch means
     would weigh positions of short microbatches more. Frozen parameters have None.
     """
     sum_gradients = functools.partial(_sum_gradients, spec=spec)
@@ -280,9 +281,9 @@ def _sum_gradients(
 def kd_step(
     state: TrainState, teacher: Params, batch: Batch, base: Params, *, spec: StepSpec
 ) -> tuple[TrainState, StepMetrics]:
-    """One optimizer step: the next state, and the step's figures.
+    """Takes one optimizer step; returns the next state and the step's figures.
 
-    `base` is the part of the student that is never trained, {} of most forms.
+    `base` is the part of the student that is never trained, {} for most forms.
     """
     _refuse_other(spec.shapes, teacher)
     if spec.schedules is not None:
@@ -314,7 +315,7 @@ def _list_shapes(tree: Params) -> dict[str, Any]:
 
 
 def _refuse_other(wanted: Mapping[str, Any] | None, arrays: Params, side: str = "teacher") -> None:
-    """Raises `UserError` for arrays of another model than that side's; costs a trace alone."""
+    """Raises `UserError` for arrays of another model on this side; costs time in traces only."""
     if wanted is None:
         return
     found = _list_shapes(arrays)
@@ -380,9 +381,9 @@ def state_shardings(
     form: Form = PLAIN,
     base: Params | None = None,
 ) -> TrainState:
-    """Parameters by the rules, moments of their shapes beside them, everything else replicated.
+    """Returns shardings: parameters by the rules, moments as their parameters, others replicated.
 
-    `split` is as of `parameter_shardings`.
+    `parameter_shardings` explains `split`.
     """
     params = parameter_shardings(abstract.params, placement.mesh, split=split)
     everywhere = replicated(placement.mesh)
@@ -410,7 +411,7 @@ def state_shardings(
 
 def _is_head_frozen(student: ModelFunctions, params: Params, frozen: frozenset[str]) -> bool:
     """Whether the head of a decoder, its embedding if they are one, gets no gradient."""
-    if not isinstance(student, DecoderFunctions):  # a user's names say nothing of what they are
+    if not isinstance(student, DecoderFunctions):  # names of a custom module say nothing
         return False
     head = {name: params[name] for name in ("head", "embed") if name in params}
     first = dict([next(iter(head.items()))]) if head else {}
@@ -419,15 +420,15 @@ def _is_head_frozen(student: ModelFunctions, params: Params, frozen: frozenset[s
 
 
 def _compute_dtype(student: ModelFunctions) -> DTypeLike | None:
-    """Compute dtype of a decoder, whose products cast its masters; None for a user's module."""
+    """Compute dtype of a decoder, whose products cast its masters; None for a custom module."""
     return student.compute.dtype if isinstance(student, DecoderFunctions) else None
 
 
 class Step:
     """A compiled `kd_step`: `step(state, teacher.params, batch)` returns the next state, metrics.
 
-    `train` and `sum_evaluation` are jitted, for batches that are on the devices whole;
-    `train` is `jitted` with the arguments that are the same in every step, `fixed`.
+    `train` and `sum_evaluation` are jitted, for complete batches on the devices; `train` is
+    `jitted` with the arguments that are equal in every step, `fixed`.
     """
 
     def __init__(
@@ -439,9 +440,9 @@ class Step:
         *,
         split: bool = False,
     ):
-        """`params` are the student's, or their shapes, `teacher` the teacher's arrays: looked at
-        and not kept, but for the frozen base of adapters. Each device of several runs its own rows,
-        as these arrays lie. With `split` each keeps a part of masters and moments, see
+        """`params` are the student's arrays or shapes, `teacher` the teacher's arrays: both are
+        read and not stored, except the frozen base of adapters. Each of several devices runs its
+        own rows, with these shardings. With `split`, each stores a part of masters and moments, see
         `sharding.splits_state`."""
         form, self.base = spec.form, spec.form.base(params)
         shapes = jax.eval_shape(lambda tree: tree, form.masters(params))
@@ -456,7 +457,7 @@ class Step:
                 raise
             raise UserError(
                 "the optimizer's masks or labels are a tree of the student's parameters alone; "
-                f"expected a function of the tree: beside them {_EXTRA!r} has the projections of "
+                f"expected a function of the tree: next to them {_EXTRA!r} has the projections of "
                 f"extra losses ({str(error).splitlines()[0][:80]})."
             ) from error
         self.shardings = state_shardings(
@@ -506,18 +507,18 @@ class Step:
         return _join(params, getattr(state, "extra", None))
 
     def pack(self, state: TrainState) -> Params:
-        """The same as the blocks that it stands for, for `export_gguf`; plain masters as they are.
+        """Parameters for `export_gguf`: blocks of a rounded student, plain masters unchanged.
 
         kdjax.export_gguf(student.replace(params=step.pack(state)), "student.gguf")
         """
         return self._pack(self.base, getattr(state, "kept", None), state.params)
 
     def init(self, params: Params, *, donate: bool = False) -> TrainState:
-        """The state before the first step, from a copy of `params`: the model stays whole.
+        """The state before the first step, from a copy of `params`: the model keeps its arrays.
 
-        With `donate` the arrays themselves go into the state, and the model loses them. Of a
-        student with adapters these alone are the state's. Raises `UserError` for a model in place
-        of its arrays, and for those of another.
+        With `donate` the arrays themselves go into the state, and the model loses them. The state
+        of a student with adapters has the adapters alone. Raises `UserError` for a model in place
+        of its arrays, and for arrays of another model.
         """
         if not isinstance(params, Mapping):
             raise UserError(
@@ -531,7 +532,7 @@ class Step:
                 params = jax.tree.map(jnp.copy, params)
             return init_state(params, self.spec.tx, self.spec.form, base, self._extra)
 
-        # Whole arrays of which a device keeps a part cannot become that part.
+        # A complete array cannot become the part of it that a device stores.
         placed = jax.tree.map(
             lambda x, place: x.sharding.is_equivalent_to(place, x.ndim),
             params,
@@ -546,8 +547,8 @@ class Step:
     ) -> tuple[TrainState, StepMetrics]:
         """Donates `state`; `batch` holds host or device arrays, as `complete_batch` takes them.
 
-        Raises `UserError` for a batch that cannot be used, for a state given before, and for
-        arrays of other names or shapes than the teacher's.
+        Raises `UserError` for a batch that cannot be used, for a state that an earlier step took,
+        and for arrays of other names or shapes than the teacher's.
         """
         refuse_donated(state)
         placed, outside = self._put(batch, self.spec.microbatches)
@@ -559,8 +560,8 @@ class Step:
     ) -> dict[str, float]:
         """Held-out figures over all batches, as runs log them: see `heldout.held_out_figures`.
 
-        A batch is as in training; a position of weight 0 counts nothing. Of the state nothing is
-        donated. Raises `UserError` for batches that cannot be used, and if none has a position.
+        Batches are as in training; positions of weight 0 do not count. The state is not donated.
+        Raises `UserError` for batches that cannot be used, and if none has a position.
 
             print(step.evaluate(state, teacher.params, heldout)["kl"])
         """
@@ -572,14 +573,15 @@ class Step:
         except ZeroDivisionError:
             raise UserError(
                 "found no position of weight in the batches of an evaluation; expected some. An "
-                "iterator that was used up gives none: give a list."
+                "exhausted iterator yields no batch: pass a list."
             ) from None
 
     def put(self, batch: Any, parts: int = 1) -> Batch:
-        """A batch, whole and on the devices, its rows split over them, in so many microbatches.
+        """Completes a batch and puts it on the devices, which share its rows.
 
-        Labels of -100 get weight 0. Raises `UserError` for ids outside the vocabulary: of host
-        arrays at once, of arrays on devices when a later batch is put and the count is there.
+        `parts` is the number of microbatches. Labels of -100 get weight 0. Raises `UserError` for
+        ids outside the vocabulary: in host arrays at once, in arrays on devices when a later batch
+        is put and their count is ready.
         """
         return self._put(batch, parts)[0]
 
@@ -615,7 +617,7 @@ class Step:
 
 
 def refuse_donated(state: TrainState) -> None:
-    """Raises `UserError` for a state that a step was given before: its arrays are gone."""
+    """Raises `UserError` for a state that an earlier step took: its arrays are gone."""
     if any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
         raise UserError(
             "found a state that an earlier step has taken (its arrays are donated); expected the "
@@ -623,7 +625,7 @@ def refuse_donated(state: TrainState) -> None:
         )
 
 
-# What these arguments of `make_step` and `distill` are, and the words for it.
+# Types of arguments of `make_step` and `distill`, and their description in errors.
 PARTS: dict[str, tuple[Any, str]] = {
     "optimizer": (optax.GradientTransformation, "an optax.GradientTransformation"),
     "loss": (KDLoss, "a kdjax.KDLoss"),
@@ -651,22 +653,25 @@ def make_step(
     extra: LayerLoss | Sequence[LayerLoss] = (),
     allow_degenerate: bool = False,
 ) -> Step:
-    """The step that teaches `student` what `teacher` predicts; nothing compiles before its call.
+    """Makes the step that teaches `student` the predictions of `teacher`; its call compiles it.
 
     `chunk_tokens` positions of a device have logits at a time; several devices add their gradients
-    up in `reduce_dtype`. `kind` says how the teacher reaches the loss
-    (default: it runs beside the student; without one the text alone trains, and alpha must be 1).
-    With a `TeacherInBatch` there is no model of it: `teacher` is None, here and in each step.
-    Of several teachers, `[a, b]`, the student learns a mixture, as `Teachers` says; a step takes
-    `[a.params, b.params]`, and weighs them by the batch's `teacher_weights` unless the kind does.
-    `form` says what trains and what the forward pass sees: `Rounded("q4_0")` rounds the student to
-    the blocks of a GGUF file. By default (None) a student with adapters trains these (`Adapters`),
-    one of `take_block` its block (`DraftBlock`), any other all of its parameters.
-    `trainable` names the parameters that are trained, as `trainable.choose_layers` takes them
-    (default: those that the optimizer moves). `extra` are losses of layers beside `loss`, one or
-    several of other names, see `LayerLoss`; their projections are in the state, and move as well.
-    Raises `UserError` for models whose vocabularies do not agree, for devices that are not the
-    same, for a student whose weights cannot be trained, for one that is its teacher, unless
+    up in `reduce_dtype`. `kind` says how the teacher reaches the loss. By default the teacher runs
+    in the step; without a teacher the text alone trains, and alpha must be 1. With a
+    `TeacherInBatch` the teacher has no model: `teacher` is None, here and in each step. From
+    several teachers, `[a, b]`, the student learns a mixture (`Teachers`); a step takes
+    `[a.params, b.params]`, and the kind or the batch's `teacher_weights` weigh them.
+
+    `form` selects the trained parameters and computes the ones of the forward pass:
+    `Rounded("q4_0")` rounds the student to the blocks of a GGUF file. By default (None) a student
+    with adapters trains these (`Adapters`), a student of `take_block` trains its block
+    (`DraftBlock`), and any other student trains all of its parameters. `trainable` names the
+    trained parameters for `trainable.choose_layers`; by default the optimizer decides. `extra` is
+    one or several losses of layers, added to `loss`, each with another name (`LayerLoss`); the
+    state has their projections, and the optimizer moves them.
+
+    Raises `UserError` for models whose vocabularies do not agree, for models on different devices,
+    for a student whose weights cannot be trained, for a student that is its teacher, unless
     `allow_degenerate`, and for names that no parameter has.
 
         step = make_step(student, teacher, KDLoss(forward_kl), optax.adamw(1e-5))
@@ -678,7 +683,7 @@ def make_step(
     form = choose_form(form, student)
     for model in () if allow_degenerate or form.learns(student.params) else models:
         refuse_same(model, student)
-    # The same of all teachers: the student's own.
+    # All teachers share the student's vocabulary.
     vocabulary, *_ = [share_vocabulary(student, model) for model in models or [None]]
     return assemble_step(
         student,
@@ -757,7 +762,7 @@ def _check_arguments(loss: Any, optimizer: Any, microbatches: int) -> None:
 
 
 def _list_models(teacher: Model | Sequence[Model | None] | None) -> list[Model]:
-    """The teachers that are models, one or several."""
+    """Lists the teachers that are models."""
     several = list(teacher) if isinstance(teacher, Sequence) else [teacher]
     return [model for model in several if isinstance(model, Model)]
 
@@ -765,7 +770,7 @@ def _list_models(teacher: Model | Sequence[Model | None] | None) -> list[Model]:
 def _choose_kind(
     kind: TeacherKind | None, teacher: Model | Sequence[Model | None] | None
 ) -> TeacherKind:
-    """The kind of the teacher: a dense one by default, or as many as there are models."""
+    """Chooses the kind of the teacher: by default dense, for each model."""
     several = list(teacher) if isinstance(teacher, Sequence) else None
     if kind is None and several is not None:
         kind = Teachers(tuple(Dense() for _ in several))
@@ -775,7 +780,7 @@ def _choose_kind(
 
 
 def _splits(spec: StepSpec, placement: Placement) -> bool:
-    """Whether masters are split. Only a `Decoder` gathers them; a user's module does not."""
+    """Whether masters are split. Only a `Decoder` gathers them; a custom module does not."""
     student = spec.student
     return isinstance(student, DecoderFunctions) and splits_state(
         placement.mesh, loops=student.compute.scan, reduce_dtype=spec.reduce_dtype
@@ -783,23 +788,23 @@ def _splits(spec: StepSpec, placement: Placement) -> bool:
 
 
 def _check_kinds(kind: TeacherKind, several: Sequence[Model | None] | None) -> None:
-    """Raises `UserError` unless there are as many teachers as the kind says."""
+    """Raises `UserError` unless the kind has one entry for each teacher."""
     kinds = len(kind.kinds) if isinstance(kind, Teachers) else None
     given = None if several is None else len(several)
     alone = kinds is not None and several is None and kind.in_batch
     if kinds != given and not alone:
         raise UserError(
             f"found {'one teacher' if given is None else f'a list of {given}'} and kind={kind}; "
-            "expected a list with a model for each kind of `Teachers`, None for what the batch "
-            "brings."
+            "expected a list with a model for each kind of `Teachers`, None for a teacher in "
+            "the batch."
         )
 
 
 def _share_placement(student: Model, teachers: Sequence[Model]) -> Placement:
-    """Placement of all models; a user's module, which has none, takes the teacher's."""
+    """Placement of all models; a custom module, which has none, takes the teacher's."""
     known = [model.placement for model in (student, *teachers) if model.placement]
     if not known:
         return Placement.on(make_local_mesh(1))
     if any(known[0].mesh != other.mesh for other in known):
-        raise UserError("teacher and student are on different devices: load both on the same.")
+        raise UserError("teacher and student are on different devices: load both on the same ones.")
     return known[0]

@@ -1,4 +1,4 @@
-"""Trained parameters of a student: their names, and which ones an optimizer never moves."""
+"""Trained parameters of a student: their names, and parameters that an optimizer never moves."""
 
 import fnmatch
 import functools
@@ -19,7 +19,7 @@ from kdjax.models.model import Model
 from kdjax.models.shards import Shard
 
 FROZEN, TRAINED = "frozen", "trained"
-_BLOCK = "mtp"  # the block that drafts: trained alone, or not at all
+_BLOCK = "mtp"  # the drafting block: trained alone, or not at all
 
 
 def _is_leaf(x: Any) -> bool:
@@ -113,9 +113,10 @@ def train_only(
 ) -> tuple[optax.GradientTransformation, TrainedLayers]:
     """Restricts `optimizer` to the parameters that `choose_layers` chooses.
 
-    Without patterns to all but the drafting block, which the loss does not reach. Other parameters
-    have no moments. In a stack with some chosen layers all have moments, and only chosen ones are
-    moved; such stacks are the second result. `params` may be shapes.
+    Without patterns all parameters are chosen but the drafting block, which the loss does not
+    reach. Other parameters have no moments. If some layers of a stack are chosen, all of its layers
+    have moments, and only the chosen layers move; the second result lists these stacks. `params`
+    may be shapes.
     """
     if not patterns:
         if spec is None or _BLOCK not in params or len(params) == 1:

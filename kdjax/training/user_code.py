@@ -32,7 +32,7 @@ _DECIDING = ("optimizer", "student", "extra")  # they decide which arrays a stat
 
 @dataclasses.dataclass(frozen=True)
 class UserCode:
-    """The parts of a run that `distill` got as Python objects; None: the config decides.
+    """Parts of a run that `distill` takes as Python objects; None: the config decides.
 
     Raises `UserError` for an object of a wrong type.
     """
@@ -119,7 +119,7 @@ class UserCode:
         return {f"own.{name}": said[name] for name in _DECIDING if name in said}
 
     def identify_finished(self, saved: Mapping[str, str]) -> dict[str, str]:
-        """Part of a finished run's identity, for which nothing is built."""
+        """Part of a finished run's identity; builds no state."""
         given = [f"own.{n}" for n in _DECIDING if getattr(self, n) not in (None, ())]
         return {name: saved.get(name, "given") for name in given}
 
