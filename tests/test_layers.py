@@ -338,7 +338,9 @@ def test_teachers_optimizers_and_names_that_do_not_suit_are_refused(models):
         make(models, extra=extra, optimizer=optax.masked(optax.sgd(0.1), mask))
     student = kdjax.Model.from_module(Bigram(256))
     lost = kdjax.LayerLoss(nothing, ["blocks/0"])
-    with pytest.raises(UserError, match="no layer 'blocks/0' of the student; a custom module needs a"):
+    with pytest.raises(
+        UserError, match="no layer 'blocks/0' of the student; a custom module needs a"
+    ):
         kdjax.make_step(student, None, kdjax.KDLoss(alpha=1), optax.sgd(0.1), extra=lost)
     for given, message in (
         (dict(name="loss"), "name='loss': metrics have it already"),

@@ -230,7 +230,9 @@ def test_what_cannot_draft_is_refused(models):
     with pytest.raises(UserError, match="id 7 is 'other' to it"):
         check_same_ids(big.tokenizer, other)
     elsewhere = load(f"{models}/student.gguf", dtype="float32", devices=jax.devices()[:2])
-    with pytest.raises(UserError, match="model is on 1 devices and its draft on 2, or on other ones"):
+    with pytest.raises(
+        UserError, match="model is on 1 devices and its draft on 2, or on other ones"
+    ):
         big.generate([[1]], draft=elsewhere, max_tokens=2)
     with pytest.raises(UserError, match="draft's vocabulary is another"):
         big.generate([[1]], draft=small.replace(own_tokenizer=other), max_tokens=2)
