@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,9 @@ from kdjax import config as config_module
 from kdjax.commands.parsing import parse_run, run_parser
 from kdjax.config import REMOVED, Config, Removed, flatten, read_section, validate
 from kdjax.errors import UserError
+from kdjax.losses.kd import KDLoss
 from kdjax.training.identity import check_same_run, identify, list_differences
+from kdjax.watch.run import distill
 
 SAID = r"was removed \(docs/records/{}\.md\): {}.*; the tag before-the-cut still has it"
 
@@ -32,10 +35,19 @@ def test_a_config_that_sets_a_removed_field_is_refused(removed, tiny_config):
         validate(tiny_config)
 
 
+@pytest.mark.parametrize("name", ["then", "loss.beyond"])
+def test_a_run_with_python_of_ones_own_is_refused_as_any(name, tiny_config, tmp_path):
+    """Its config is copied with what the Python replaces."""
+    *sections, field = name.split(".")
+    setattr(getattr(tiny_config, sections[0]) if sections else tiny_config, field, "used")
+    with pytest.raises(UserError, match=f"{name} was removed"):
+        distill(tiny_config, tmp_path / "run", loss=KDLoss())
+
+
 def test_a_constructor_refuses_a_removed_field(removed):
     name, _, said = removed
     *sections, field = name.split(".")
-    kind = type(getattr(Config(), sections[0])) if sections else Config
+    kind: Any = type(getattr(Config(), sections[0])) if sections else Config
     with pytest.raises(UserError, match=rf"{name} {said}\.$"):
         kind(**{field: "used"})
 

@@ -11,7 +11,7 @@ import jax
 import optax
 from flax import nnx
 
-from kdjax.config import Config, flatten, validate
+from kdjax.config import Config, check_fields, flatten, validate
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
@@ -80,6 +80,7 @@ def distill(
     """
     workdir = Path(workdir)
     user_code = UserCode(batches, optimizer, loss, student, extra, on_step, on_eval)
+    check_fields(config)  # `rewrite` copies, without attributes that are no fields
     config = user_code.rewrite(config)
     validate(config)
     config = user_code.name_loss(config)
