@@ -37,7 +37,7 @@ def softmax_sums(
     *,
     interpret: bool = False,
 ) -> SoftmaxSums:
-    """Computes `losses.divergences.softmax_sums` in one reading of each logit; float32 logits."""
+    """Computes `losses.kd.softmax_sums` in one reading of each logit; float32 logits."""
     rows = [x.reshape(-1, x.shape[-1]) for x in (student, teacher) if x is not None]
     count = rows[0].shape[0]
     width, warps = _logits_block(count)
