@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kdjax.config import NEW, OWN_BLOCK, LoraConfig, StudentConfig, say_why
-from kdjax.device.sharding import count_bytes, parameter_shardings, replicated
+from kdjax.device.sharding import count_bytes, parameter_shardings
 from kdjax.errors import UserError
 from kdjax.formats.blocks import Scales, decode_fields, encode_fields, fit_rows, is_cut
 from kdjax.formats.imatrix import read_importance
@@ -134,7 +134,7 @@ class Form:
         `seen` are the shardings of the seen parameters; `kept` may be shapes.
         """
         meshes = [x.mesh for x in jax.tree.leaves(seen) if isinstance(x, NamedSharding)]
-        return jax.tree.map(lambda _: replicated(meshes[0]), kept)
+        return jax.tree.map(lambda _: NamedSharding(meshes[0], P()), kept)
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
         """Chooses the dtype in which devices exchange float32 matrices; None: float32.
