@@ -1,5 +1,6 @@
 """The one interface through which checkpoints are read: a table of lazy tensors, by name."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,17 +101,20 @@ def map_tensors(
     Reading a tensor that is shorter than its header says raises `cut`.
     """
 
-    def map_tensor(info: TensorInfo, data: np.ndarray) -> LazyTensor:
-        held = data.size == info.nbytes
+    return {
+        name: LazyTensor(
+            info,
+            functools.partial(_read_view, info, data, cut),
+            data.size == info.nbytes,
+        )
+        for name, (info, data) in tensors.items()
+    }
 
-        def read() -> np.ndarray:
-            if cut and not held:
-                raise cut
-            return data.reshape(*info.shape[:-1], row_bytes(info.dtype, (info.shape or (1,))[-1]))
 
-        return LazyTensor(info, read, held)
-
-    return {name: map_tensor(*tensor) for name, tensor in tensors.items()}
+def _read_view(info: TensorInfo, data: np.ndarray, cut: UserError | None) -> np.ndarray:
+    if cut and data.size != info.nbytes:
+        raise cut
+    return data.reshape(*info.shape[:-1], row_bytes(info.dtype, (info.shape or (1,))[-1]))
 
 
 def rename_tensors(
