@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from kdjax.models import delta
+from kdjax.models.decoder import RMSNorm
 from kdjax.models.kernels import norms
 
 try:
@@ -42,10 +44,10 @@ class Case(NamedTuple):
 
 
 def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """RMS norm as `decoder.RMSNorm` defines it; statistics in float32."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPS)
-    return ((x32 * scale).astype(x.dtype) * weight[None]).astype(x.dtype)
+    """The RMS norm's definition, `decoder.RMSNorm`."""
+    norm = RMSNorm(x.shape[1], EPS, x.dtype)
+    norm.weight = nnx.Param(weight)
+    return norm(x)
 
 
 def normalize_in_kernel(x: jax.Array, weight: jax.Array) -> jax.Array:
