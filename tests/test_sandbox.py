@@ -108,6 +108,23 @@ def test_programs_do_not_share_a_user():
     assert len(users) == 2 and all(int(user.split()[-1]) > 2**30 for user in users)
 
 
+@needs("ipc")
+@pytest.mark.parametrize("wall", [BUBBLEWRAP, NOTHING])
+def test_no_memory_is_had_beside_the_limit(wall):
+    """Segments of System V count for no limit of a process."""
+    if wall and sandbox.held()["by"] != wall:
+        pytest.skip("no bubblewrap here")
+    program = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfound = [\n"
+        "    (call(*about, 0o1600), ctypes.get_errno())\n"
+        "    for call, about in\\\n"
+        "    [(libc.shmget, [0, 4096]), (libc.semget, [0, 9]), (libc.msgget, [0])]\n"
+        "]\nassert found == [(-1, 1)] * 3, found"
+    )
+    outcome = sandbox._run(program, SMALL, wall)[0]
+    assert outcome.passed, outcome
+
+
 def test_a_huge_file_is_refused():
     outcome = run("with open('x', 'wb') as f:\n    while True: f.write(bytes(2**20))", SMALL)
     assert outcome.reason == "exception" and "File too large" in outcome.error
@@ -197,6 +214,63 @@ def test_literals_come_back_as_they_went(value):
 
 
 @pytest.mark.parametrize(
+    ("value", "test"),
+    [
+        ("Decimal('1.5')", "f() == 1.5 and abs(float(f()) - 1.5) < 1e-9"),
+        ("Fraction(1, 2)", "f() == 0.5 and f() - 0.5 == 0"),
+        ("range(1, 7, 2)", "f() == range(1, 7, 2) != [1, 3, 5]"),
+        ("{1: 2}.keys()", "f() == {1}"),
+        ("{1: 2}.items()", "f() == {(1, 2)}"),
+        ("deque([1, 2], 3)", "f() == collections.deque([1, 2]) != [1, 2] and f().maxlen == 3"),
+        ("OrderedDict(a=1, b=2)", "f() == {'b': 2, 'a': 1} and f() != type(f())(b=2, a=1)"),
+        ("Counter('aab')", "f() == {'a': 2, 'b': 1} == collections.Counter('aba')"),
+        ("bytearray(b'x')", "f() == b'x'"),
+        ("date(2020, 1, 2)", "f() == datetime.date(2020, 1, 2)"),
+        ("timedelta(1, 2)", "f() == datetime.timedelta(1, 2)"),
+        ("True", "f() == 1 == 1.0"),
+        ("[1.0, {True: 2}]", "f() == [1, {1: 2.0}]"),
+        ("same", "f() == f() and f() is f()"),  # one object equals itself
+        ("[same, {}]", "f()[0] == f()[0]"),
+    ],
+)
+def test_values_are_equal_as_python_compares_them(value, test):
+    """A right answer in `Decimal` failed: an object of the program equals itself alone."""
+    names = "from collections import *\nfrom datetime import *\nfrom decimal import Decimal\n"
+    program = f"{names}from fractions import Fraction\nsame = object()\ndef f(): return {value}"
+    outcome = judged(program, f"import collections, datetime\nassert {test}", "f")
+    assert outcome.passed, outcome
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "type('date', (datetime.date,), dict(__eq__=lambda a, b: True))(1, 1, 1)",
+        "type('D', (decimal.Decimal,), dict(__eq__=lambda a, b: True))(1)",
+        "type('object', (), dict(__eq__=lambda a, b: True, __module__='decimal'))()",
+        "type('Decimal', (), dict(__str__=lambda x: '2', __module__='decimal'))()",
+        "type('range', (), dict(start=2, __eq__=lambda a, b: True, __module__='builtins'))()",
+    ],
+)
+def test_no_value_of_the_program_decides_a_comparison(value):
+    there = f"import datetime, decimal\ndef f(): return {value}"
+    assert judged(there, "assert f() == 2", "f").reason == "wrong answer"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert all(map(f, [1, 2]))",
+        "assert [b for b, _ in zip(map(f, [1]), [1])] == []",
+        "for x in map(f, [1]): assert False",
+    ],
+)
+def test_a_program_cannot_end_a_loop_of_the_tests(test):
+    """`StopIteration` within `map` or `zip` ended it before anything was compared: it passed."""
+    outcome = judged("def f(x): raise StopIteration(x)", test, "f")
+    assert outcome.reason == "exception" and "the program raised StopIteration: 1" in outcome.error
+
+
+@pytest.mark.parametrize(
     ("program", "tests", "reason", "error"),
     [
         ("def f(x): return x + 1", "assert f(1) == 2", "passed", ""),
@@ -270,6 +344,7 @@ def test_what_is_held_is_said():
     assert {"by", "network", "processes", "files", "memory", "environment", "user"} == set(said)
     nothing = sandbox.describe(dict.fromkeys(("net", "processes", "pid", "mount", "user"), False))
     assert "NOT limited" in nothing["processes"] and "Python only" in nothing["network"]
+    assert "System V IPC NOT limited" in nothing["memory"]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.errors import MissingFileError, UserError, suggest_path
+from kdjax.evaluation.extraction import extract_code
 from kdjax.models.tokenizer import Tokenizer
 
 WORDINGS = ("base", "instruct", "request", "bare")
@@ -38,7 +39,6 @@ REQUEST = (
     "Complete this Python function. Answer with the whole function in one code block.\n"
     "```python\n{}\n```"
 )
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _MBPP_TEST_SPLIT = range(11, 511)  # 1 to 10 are for prompts, the rest for training
 
@@ -235,31 +235,17 @@ def cut(text: str, stops: tuple[str, ...]) -> str:
     return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
 
 
-# Prints and tests at an answer's top level are left out.
-_KEPT = (ast.Import, ast.ImportFrom, *_DEFINED, ast.Assign, ast.AnnAssign, ast.Try)
-
-
-def extract_code(answer: str, *, opened: bool = True) -> str:
-    """Imports, definitions and assignments of an instruct model's answer.
-
-    An `opened` answer begins inside its first code block; if it opens another block, that one
-    counts.
-    """
-    blocks = _FENCE.findall(answer)
-    before = answer.split("```")[0]
-    inside = opened and "def " in before
-    code = max(blocks, key=len) if blocks and not inside else before
-    try:
-        tree = ast.parse(code)
-        tree.body = [node for node in tree.body if isinstance(node, _KEPT)]
-        return ast.unparse(tree) if tree.body else code  # ast.unparse fails on very long sums
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return code
+def _name_asked(problem: Problem) -> list[str]:
+    """Names that the tests use, of those that the reference solution defines."""
+    used = set(re.findall(r"\w+", problem.tests))
+    return [name for name in problem.names if name in used] or list(problem.names)
 
 
 def program(problem: Problem, wording: str, answer: str) -> str:
     """Makes an answer's program; `Problem.checks` test whether it solves the problem."""
+    answer = answer.replace("\r\n", "\n").replace("\r", "\n")
     if wording in CHATS:
-        return f"{problem.header}\n{extract_code(answer, opened=wording == 'instruct')}"
+        code = extract_code(answer, _name_asked(problem), opened=bool(open_answer(wording)))
+        return f"{code.futures}\n{problem.header}\n{code.body}".removeprefix("\n")
     begin = problem.prompt if wording == "base" else problem.bare
     return begin + cut(answer, stop_strings(problem, wording))

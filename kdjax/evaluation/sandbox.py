@@ -281,6 +281,7 @@ def describe(facts: dict[str, Any]) -> dict[str, str]:
         "processes": f"{limited}, killed {killed}",
         "files": choose("mount", "read-only but a scratch tmpfs", files),
         "user": choose("user", "a separate one", "the caller's"),
-        "memory": "address space limited per process",
+        "memory": "address space limited per process, System V IPC "
+        + choose("ipc", "refused", "NOT limited"),
         "environment": choose("proc", "empty", "empty; /proc shows other processes"),
     }

@@ -45,6 +45,7 @@ def run_program(job, connection, held):
     forget_streams(0, 1, 2)
     walls.limit(job["limits"])
     held["user"] = walls.drop_privileges(job["user"] if held["mount"] else None)
+    held["ipc"] = walls.refuse_ipc()
     walls.hide_memory(False)
     walls.block_sockets()
     # A root's limit on processes binds nothing.

@@ -5,11 +5,13 @@ process as JSON and its value comes back as JSON, so a program passes only by ri
 cannot forge a verdict, and never holds the tests. The judge hears the direct child and nobody else,
 by the process id that the kernel attaches to what is written (SCM_CREDENTIALS of unix(7)).
 
-A value that is no literal stays with the program; the judge holds a `Remote` that can be called,
-iterated over and given back, and equals nothing but itself.
+Besides literals, values of a few exact types of the standard library are exchanged (`_EXACT`): the
+judge makes its own of their parts. Any other value stays with the program; the judge holds a
+`Remote` that can be called, iterated over and given back, and equals nothing but itself.
 """
 
 import builtins
+import importlib
 import json
 import operator
 import os
@@ -25,6 +27,34 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _HEAD = struct.Struct("<Q")
 _MOST = 1 << 26  # bytes of one message
 _SECONDS = 0.02  # between two checks that the program still lives
+# Exact types that Python compares with literals, or that tests make themselves: the parts that are
+# sent of a value. A subclass stays with the program: its `__eq__` may say anything.
+_EXACT = {
+    "builtins.bytearray": lambda x: [bytes(x)],
+    "builtins.dict_items": lambda x: [dict(x)],
+    "builtins.dict_keys": lambda x: [list(x)],
+    "builtins.range": lambda x: [x.start, x.stop, x.step],
+    "collections.OrderedDict": lambda x: [list(x.items())],
+    "collections.deque": lambda x: [list(x), x.maxlen],
+    "datetime.date": lambda x: [x.year, x.month, x.day],
+    "datetime.timedelta": lambda x: [x.days, x.seconds, x.microseconds],
+    "decimal.Decimal": lambda x: [str(x)],
+    "fractions.Fraction": lambda x: [x.numerator, x.denominator],
+}
+# Types that have no name to import, and how their values are made.
+_VIEWS = {
+    "builtins.dict_items": (type({}.items()), lambda pairs: pairs.items()),
+    "builtins.dict_keys": (type({}.keys()), lambda keys: dict.fromkeys(keys).keys()),
+}
+
+
+def _find_exact(name):
+    """The type of a key of `_EXACT`, and what makes its values."""
+    if name in _VIEWS:
+        return _VIEWS[name]
+    module, _, kind = name.rpartition(".")
+    found = getattr(importlib.import_module(module), kind)
+    return found, found
 
 
 def encode(value, refer):
@@ -40,6 +70,9 @@ def encode(value, refer):
         return str.__str__(value)
     if isinstance(value, list):
         return [encode(item, refer) for item in value]
+    name = f"{getattr(type(value), '__module__', None)}.{type(value).__name__}"
+    if name in _EXACT and _find_exact(name)[0] is type(value):
+        return {"exact": [name, encode(_EXACT[name](value), refer)]}
     for kind in (tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: [encode(item, refer) for item in value]}
@@ -49,7 +82,7 @@ def encode(value, refer):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes):
         return {"bytes": value.decode("latin-1")}
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+    if name.startswith("numpy.") and getattr(value, "shape", None) == ():
         return encode(value.item(), refer)
     return refer(value)
 
@@ -73,6 +106,8 @@ def decode(value, resolve):
         return complex(*inner)
     if kind == "bytes":
         return inner.encode("latin-1")
+    if kind == "exact" and inner[0] in _EXACT:
+        return _find_exact(inner[0])[1](*decode(inner[1], resolve))
     if kind == "object":
         return resolve(inner)
     raise ValueError(f"no literal: {kind}")
@@ -136,7 +171,7 @@ def serve(fd, program, held):
     `held` is its first message.
     """
     itself, write, leave = os.getpid(), os.write, os._exit
-    namespace, kept = {}, []
+    namespace, kept, numbers = {}, [], {}
 
     def send(message):
         data = json.dumps(message).encode()
@@ -145,8 +180,11 @@ def serve(fd, program, held):
             rest = rest[write(fd, rest) :]
 
     def refer(value):
-        kept.append(value)
-        return {"object": len(kept) - 1}
+        # One object has one number, as it stays alive.
+        number = numbers.setdefault(id(value), len(kept))
+        if number == len(kept):
+            kept.append(value)
+        return {"object": number}
 
     def act(name, *args):
         if name == "name":
@@ -204,6 +242,7 @@ class Channel:
         self.connection, self.child = connection, child
         self.data, self.status = bytearray(), None
         self.ended = None  # stored, because a test may swallow the exception
+        self.remotes = {}  # by number, so that an object of the program equals itself
 
     def _fill(self, count):
         while len(self.data) < count:
@@ -243,6 +282,10 @@ class Channel:
             raise Ended(reason if str(reason) in _OWN_WORDS else "exception", str(error))
         return message
 
+    def refer(self, number):
+        """The object of the program with this number."""
+        return self.remotes.setdefault(int(number), Remote(self, int(number)))
+
     def ask(self, *request):
         """Asks the program and returns its answer; raises what it raised."""
         if self.ended:
@@ -256,7 +299,7 @@ class Channel:
                 name, text = answer["raised"]
                 error = _exception(str(name), str(text))
             else:
-                value = decode(answer["value"], lambda number: Remote(self, int(number)))
+                value = decode(answer["value"], self.refer)
         except Ended as ended:
             self.ended = ended
             raise
@@ -269,6 +312,10 @@ class Channel:
 
 
 def _exception(name, text):
+    if name in ("StopIteration", "StopAsyncIteration"):
+        # It would end a loop of the tests, such as `map`, before anything is compared. Python too
+        # raises a RuntimeError for one that leaves a generator (PEP 479).
+        return RuntimeError(f"the program raised {name}: {text}")
     known = getattr(builtins, name, None)
     if isinstance(known, type) and issubclass(known, Exception):
         try:
