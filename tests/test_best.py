@@ -71,6 +71,7 @@ def test_the_newest_steps_and_the_best_one_are_kept():
         assert policy.should_preserve(steps[:1], context=None) == [True]
 
 
+@pytest.mark.slow
 def test_the_best_step_stays_and_is_the_one_that_is_taken(judged, tmp_path, caplog, capsys):
     workdir = judged
     assert saved_steps(workdir) == [2, 4]
@@ -90,6 +91,7 @@ def parts(*means):
     return [{"loss": mean, "kl": mean, "agreement": mean, "tokens": 10.0} for mean in means]
 
 
+@pytest.mark.slow
 def test_the_run_says_which_step_was_best_and_what_it_gained(judged_log):
     assert judged_log[-1] == (
         "step 2 is the best that is saved: held-out loss 3; 5 before training"

@@ -175,6 +175,7 @@ def test_models_without_a_block_are_refused(models, config):
         survey(config)
 
 
+@pytest.mark.slow
 def test_the_plan_counts_the_block_beside_the_layers(config, served):
     """The block alone has masters, moments and gradients; the head has none on a GPU either."""
     device = Devices("gpu", "NVIDIA H200", 1, 10**11, 9.9e14)

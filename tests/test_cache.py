@@ -296,6 +296,7 @@ def make(run, kind, k=0):
     return out
 
 
+@pytest.mark.slow
 def test_hidden_states_train_as_the_teacher_itself_bit_for_bit(run):
     config, folder, live = run
     assert curve(with_cache(config, make(run, "hidden")), folder / "from-hidden") == live

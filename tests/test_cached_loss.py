@@ -93,7 +93,7 @@ def test_all_ids_cached_is_the_full_loss(temperature, alpha, divergence):
     np.testing.assert_allclose(held, full, rtol=1e-3)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 3.0, 5.0])
+@pytest.mark.parametrize("temperature", cases(3.0, slow=[1.0, 5.0]))
 def test_the_tail_of_no_ids_is_finite(temperature):
     """With and without padding rows, and of a teacher that is all but certain."""
     h, w, h_t, w_t, labels, weights = hidden_states()

@@ -52,6 +52,7 @@ def test_what_the_clock_has_decided_is_saved(name):
     assert Clock.has_ended(ended) and make_clock(4.0, ended).is_over()
 
 
+@pytest.mark.slow
 def test_where_the_clock_ended_a_run_is_saved(tiny_config, tmp_path, monkeypatch):
     """A run that is resumed and a straight one end at the same step of the same clock."""
     config = tiny_config

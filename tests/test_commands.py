@@ -70,6 +70,7 @@ def test_each_command_teaches(name, capsys):
             assert f"\n  {field}=" in shown
 
 
+@pytest.mark.slow
 def test_the_old_name_of_train_is_the_same_command():
     command = [sys.executable, "-m", "kdjax.main", "--no"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
@@ -303,6 +304,7 @@ def test_what_the_shipped_configs_train_with():
             parsing.load_config(f"{name}:huge")
 
 
+@pytest.mark.slow
 def test_missing_files_are_named_together_each_with_what_gets_it(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     printed = error_of(capsys, "train", "--config=qwen7b_0p5b")  # without a network
@@ -332,6 +334,7 @@ def test_missing_files_are_named_together_each_with_what_gets_it(monkeypatch, tm
     assert printed.count("python3 -m scripts.bench.random_gguf") == 2
 
 
+@pytest.mark.slow
 def test_the_text_of_the_shipped_configs_is_there(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("qwen7b_0p5b", "qwen1p5b_0p5b", "draft_1p5b_0p5b"):
@@ -524,6 +527,7 @@ def test_the_modules_that_run_a_command_are_the_package_and_main():
     assert runs == {"__main__.py", "main.py"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "status"), [("strange_plugin", 0), ("kdjax.x", 1)])
 def test_warnings_of_plugins_that_happen_to_be_installed_are_no_errors(tmp_path, module, status):
     """Pytest-benchmark 5.0 gives one beside xdist; ours are errors."""

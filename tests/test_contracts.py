@@ -1,5 +1,6 @@
 """Contracts on a small scratch project: validation, binding and planted faults; then our own."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -307,7 +308,8 @@ def test_the_command(project, capsys):
     assert command.main(["validate"]) == command.main(["bind"]) == 0
     well = "Contracts are valid.\n3 claims and 1 faults are bound.\n"
     assert capsys.readouterr().out == well
-    assert command.main(["mutate", "--only", "minus", "--jobs", "1"]) == 0
+    assert command.main(["mutate", "--only", "minus", "--jobs", "1", "--json", "last.json"]) == 0
+    assert json.loads(Path("last.json").read_text())["faults"]["minus"]["survived"] == ""
     assert "1 faults planted, all found" in capsys.readouterr().out
     assert command.main(["mutate", "--only", "plus"]) == 1
     assert "no mutant plus" in capsys.readouterr().err

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quick import cases
 from tokenizers import Tokenizer as Encoder
 from tokenizers import models as encoder_models
 from tokenizers import pre_tokenizers, trainers
@@ -143,6 +144,7 @@ def test_llama_3_takes_a_piece_that_is_a_token_whole(models):
 
 
 _RULE_NAMES = [names.split()[0] for names in pretokenizers._RULES]
+_OTHERS = {*_RULE_NAMES} - {"qwen2", "llama-bpe"}
 _PARTS = [
     *(
         "the",
@@ -209,7 +211,9 @@ def sentencepiece_metadata(prefix):
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
-@pytest.mark.parametrize("pre", [*_RULE_NAMES, "llama prefix", "llama"])
+@pytest.mark.parametrize(
+    "pre", cases("qwen2", "llama-bpe", "llama", slow=[*sorted(_OTHERS), "llama prefix"])
+)
 def test_long_texts_have_the_ids_of_the_whole(models, monkeypatch, caplog, pre):
     """Every way of cutting text that files name, and SentencePiece, which cuts nothing."""
     metadata = dict(open_table(models / "student.gguf").metadata) | {"tokenizer.ggml.pre": pre}

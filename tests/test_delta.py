@@ -123,6 +123,7 @@ def test_the_inverse_is_exact_where_powers_cancel():
     np.testing.assert_allclose(inverse, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_beyond_a_rows_length_is_not_read():
     """State and last inputs are those of the row cut there; of an earlier document none are left.
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import cases
 from test_kernels import INTERPRET, lower_for_gpu
 
 from kdjax.models import delta
@@ -57,12 +58,13 @@ def errors(found, wanted, exact):
         yield tuple(np.linalg.norm(x - c) / np.linalg.norm(c) for x in (a, b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "groups", "repeats", "keys", "width"),
     [
         (150, 2, 1, 16, 32),
         (130, 1, 3, 32, 16),
-        pytest.param(301, 2, 2, 128, 128, marks=pytest.mark.slow),
+        (301, 2, 2, 128, 128),
     ],
 )
 def test_chunks_in_kernels_are_as_exact_as_the_definition(length, groups, repeats, keys, width):
@@ -89,6 +91,7 @@ def test_chunks_in_kernels_are_as_exact_as_the_definition(length, groups, repeat
         assert ours < 1.5 * theirs < 1.5e-2
 
 
+@pytest.mark.slow
 def test_fast_states_lose_nothing_in_kernels():
     """Sums of 1,000 and more beside steps of .01: the gradient is a number, the outputs right."""
     q, k, v, decay, beta, state = draw(64, 1, 1, 16, 16)
@@ -106,7 +109,8 @@ def test_fast_states_lose_nothing_in_kernels():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "keys", "width"), [(jnp.float32, 16, 16), (jnp.float32, 32, 16), (HALF, 16, 32)]
+    ("dtype", "keys", "width"),
+    cases((HALF, 16, 32), slow=[(jnp.float32, 16, 16), (jnp.float32, 32, 16)]),
 )
 def test_heads_of_a_kernel_are_those_defined(dtype, keys, width):
     """Outputs and gradients, over borders of documents and of the kernels' tiles."""
@@ -131,6 +135,7 @@ def test_heads_of_a_kernel_are_those_defined(dtype, keys, width):
         assert np.linalg.norm(a - b) < limit * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_row_goes_on_in_kernels_as_defined(stacked, monkeypatch):
     """Rows of several lengths, one whose document began before; other layers' states stay."""
@@ -182,6 +187,7 @@ def test_states_fit_where_kernels_take_them():
     assert not fits(128, 128, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRET, reason="the other tests compile them there")
 @pytest.mark.parametrize(
     ("length", "groups", "heads"), [(2048, 16, 16), (2048, 16, 32), (192, 16, 16), (130, 16, 48)]

@@ -107,6 +107,7 @@ def test_a_healthy_toy_has_no_finding(bigram, mesh):
     assert findings(bigram, mesh) == {}
 
 
+@pytest.mark.slow
 def test_the_toys_of_the_demo_have_healthy_files(models, mesh):
     """Their weights are random: only what they predict may be called broken."""
     assert examine.of_files(open_checkpoint(models / "student.gguf")) == []
@@ -153,6 +154,7 @@ def test_broken_weights_are_found(bigram, mesh, tmp_path, change, only, detector
     assert detector in found and evidence in found[detector], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "only", "detector", "evidence"),
     [
@@ -317,6 +319,7 @@ def one_large_row(x):
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "only", "detector", "evidence"),
     [
@@ -437,6 +440,7 @@ def test_silence_is_found():
     assert detectors.silence(answers("", "x")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["checkpoint", "random"])
 def test_weights_that_stayed_as_they_began_are_found(mesh, bigram, init):
     table = open_table(bigram)
@@ -469,6 +473,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "detector", "evidence"),
     cases(

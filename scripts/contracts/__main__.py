@@ -5,12 +5,15 @@
                            pytest --junitxml wrote, each test also ran and passed
     status [RESULTS.xml...] lists each claim, how many faults it has, its test, how that ended
     mutate [--only ID...]  plants each fault of contracts/mutants.yaml; its tests must go red
+    mutate --json FILE     the same, and what came out as JSON: the last is in docs/records
     mutate --changed [BASE] those faults alone that what changed since BASE touches
 
 Run it in the repository. Exit status: 0 all is well, 1 something is not.
 """
 
 import argparse
+import functools
+import json
 import os
 import sys
 import time
@@ -64,7 +67,7 @@ def _status(results: list[Path]) -> int:
     return 0
 
 
-def _mutate(only: list[str], changed: str | None, jobs: int) -> int:
+def _mutate(only: list[str], changed: str | None, jobs: int, json_path: Path | None) -> int:
     claims, mutants = read_claims([FOLDER]), read_mutants(FOLDER / MUTANTS)
     mutants = [mutant for mutant in mutants if not only or mutant.id in only]
     if unknown := set(only) - {mutant.id for mutant in mutants}:
@@ -79,10 +82,15 @@ def _mutate(only: list[str], changed: str | None, jobs: int) -> int:
         print("This clone knows no earlier commit: all faults are planted.")
     if not mutants:
         return 0
-    start = time.monotonic()
-    verdicts = mutate(_ROOT, claims, mutants, jobs=jobs, say=lambda line: print(line, flush=True))
+    start, took = time.monotonic(), dict[str, float]()
+    options = dict(jobs=jobs, took=took, say=functools.partial(print, flush=True))
+    verdicts = mutate(_ROOT, claims, mutants, **options)
     alive = [f"survivor {name}: {why}" for name, why in verdicts.items() if why]
     seconds = time.monotonic() - start
+    if json_path:
+        whole = dict(wall_seconds=round(seconds), processor_seconds=round(sum(took.values())))
+        by_id = {n: dict(survived=verdicts[n], processor_seconds=took[n]) for n in sorted(took)}
+        json_path.write_text(json.dumps(dict(**whole, faults=by_id), indent=1) + "\n")
     return _report(alive, f"{len(verdicts)} faults planted, all found, {seconds:.0f} s")
 
 
@@ -106,6 +114,8 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--changed", nargs="?", const="", metavar="BASE", help=text)
     jobs = (os.cpu_count() or 1) + 1  # tests also wait: for a disk, for a signal that a fault loses
     command.add_argument("--jobs", type=int, default=jobs, help="scratch copies at work at a time")
+    text = "file that gets each fault's verdict and processor seconds, for the record of the last"
+    command.add_argument("--json", type=Path, metavar="FILE", help=text)
     args = parser.parse_args(argv)
     try:
         if args.command == "validate":
@@ -114,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
             return _bind(args.results)
         if args.command == "status":
             return _status(args.results)
-        return _mutate(args.only, args.changed, args.jobs)
+        return _mutate(args.only, args.changed, args.jobs, args.json)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -135,12 +135,13 @@ def mutate(
     *,
     jobs: int = 2,
     say: Callable[[str], None] = print,
+    took: dict[str, float] | None = None,
     timeout: float = _TIMEOUT,
     libraries: str = _LIBRARIES,
 ) -> dict[str, str]:
     """Mutants by id: "" for a killed one, for a survivor why; `say` gets a line for each.
 
-    The line has the seconds of processor time that the tests took.
+    The line has the seconds of processor time that the tests took, and so has `took`, by id.
 
     Runs the cases that failed again, without a fault; raises `UserError` unless all pass then.
     """
@@ -158,6 +159,8 @@ def mutate(
                 mutant = waiting.get_nowait()
                 why, answer = _why_alive(worker, mutant, by_claim, timeout)
                 verdicts[mutant.id] = why
+                if took is not None:
+                    took[mutant.id] = round(answer["seconds"], 2)
                 red.update(answer["failed"])
                 state = f"SURVIVED ({why})" if why else "killed"
                 say(f"{state} {mutant.id} in {answer['seconds']:.1f} s: {mutant.fault}")
