@@ -83,8 +83,8 @@ def _mutate(only: list[str], changed: str | None, jobs: int, json_path: Path | N
     if not mutants:
         return 0
     start, took = time.monotonic(), dict[str, float]()
-    options = dict(jobs=jobs, took=took, say=functools.partial(print, flush=True))
-    verdicts = mutate(_ROOT, claims, mutants, **options)
+    say = functools.partial(print, flush=True)
+    verdicts = mutate(_ROOT, claims, mutants, jobs=jobs, say=say, took=took)
     alive = [f"survivor {name}: {why}" for name, why in verdicts.items() if why]
     seconds = time.monotonic() - start
     if json_path:
