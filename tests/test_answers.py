@@ -283,6 +283,7 @@ def test_a_step_from_the_cache_is_that_of_a_teacher_in_the_batch(answered, model
     assert verify_command([str(tmp_path / "whole")]) == FINISHED
 
 
+@pytest.mark.slow
 def test_the_command_writes_it_and_refuses_what_cannot_be(
     answered, models, tmp_path, capfd, monkeypatch
 ):

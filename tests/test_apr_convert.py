@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exporting import assert_same, load
+from quick import cases
 
 from kdjax.errors import UserError
 from kdjax.formats import open_table
@@ -111,7 +112,7 @@ def test_both_files_load_the_same_parameters(pair):
     assert_same(apr.params, gguf.params)
 
 
-@pytest.mark.parametrize("case", ["qwen2_tied", "qwen2_yarn", "qwen3", "llama_scaled"])
+@pytest.mark.parametrize("case", cases("llama_scaled", slow=["qwen2_tied", "qwen2_yarn", "qwen3"]))
 def test_a_hugging_face_model_as_apr(tmp_path, case):
     folder = Path(__file__).parent / "goldens" / case
     table = open_table(folder)

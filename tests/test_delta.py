@@ -97,6 +97,7 @@ def test_documents_of_a_row_do_not_meet():
         start += length
 
 
+@pytest.mark.slow
 def test_a_text_may_be_read_in_parts():
     """State and the last inputs of the convolution carry a document from call to call."""
     ids, inputs = np.asarray(number((150,))), [np.asarray(x) for x in draw(150)]

@@ -138,6 +138,7 @@ def pairs(x):
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "only", "detector", "evidence"),
     [
@@ -188,6 +189,7 @@ def test_a_model_that_knows_only_how_common_tokens_are_is_found(bigram, mesh, tm
 BROKEN_TEMPLATE = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metadata", "detector", "evidence"),
     [

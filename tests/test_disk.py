@@ -305,6 +305,7 @@ def test_a_file_in_the_place_of_a_folder_is_named(tiny_config, models, tmp_path)
         teacher_cache.write(tmp_path / "file", mock.Mock(teacher_cache.CacheSpec), iter)
 
 
+@pytest.mark.slow
 def test_a_page_that_does_not_fit_is_one_message(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"kind": "train", "step": 1, "loss": 1.0, "ce": 1.0, "learning_rate": 1e-3}\n'

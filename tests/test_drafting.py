@@ -151,6 +151,7 @@ def test_figures_of_a_broken_draft_are_shown_as_such_and_none_is_best(tmp_path, 
     assert "nan of the drafts kept" in said and "best with" not in said
 
 
+@pytest.mark.slow
 def test_a_draft_is_judged_by_the_seed_and_batches_that_are_asked_for(models, found, monkeypatch):
     """On text drawn by seed 0, 32 rows at a time, whatever the flags said."""
     folder, generate, asked = found[0], kdjax.Model.generate, []
@@ -190,6 +191,7 @@ def test_flags_that_cannot_work(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_student_of_some_layers_is_those_layers(models, tiny_config):
     """The first layers of the teacher's file, as the config's student and in an exported file."""
     path = f"{models}/teacher.gguf"
@@ -220,6 +222,7 @@ def test_a_draft_that_llama_cpp_refuses_is_named_before_it_trains(tiny_config, c
     assert "the model has 384 tokens and the draft 320: more than 8 apart" in caplog.text
 
 
+@pytest.mark.slow
 def test_of_equal_beginnings_one_is_judged(models, tmp_path):
     """Files under one licence begin alike, and would count as often as there are files."""
     model = load(f"{models}/teacher.gguf")

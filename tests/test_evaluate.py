@@ -563,6 +563,7 @@ def test_calls_of_a_benchmark_have_one_room(pair, tmp_path):
     assert {call.kwargs["room"] for call in asked.call_args_list} == {lengths[-2] + 8}
 
 
+@pytest.mark.slow
 def test_benchmarks_share_programs_where_kernels_read_rows(pair, tmp_path, monkeypatch):
     """Requests share them, too; where each step reads all of a slot, each has its own room."""
     path, development = humaneval(tmp_path), tmp_path / "d.jsonl"
@@ -748,6 +749,7 @@ def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, mo
     assert document["mbpp"]["pass_at_k"] == {"1": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["load", "generate"])
 def test_a_device_without_room_is_told_what_to_lower(command, pair, tmp_path, monkeypatch, at):
     """In one line, whether the weights find none or the answers."""

@@ -50,7 +50,7 @@ def logits(teacher, rows=2, length=16):
     return np.asarray(teacher.logits(jnp.asarray(tokens, jnp.int32)))
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_moe_plain", "qwen3_5_moe"])
+@pytest.mark.parametrize("case", cases("qwen3_moe", slow=["qwen3_moe_plain", "qwen3_5_moe"]))
 def test_the_router_chooses_as_transformers(case, monkeypatch):
     """The same experts in the same order, in every layer; weights that sum to 1 if normalised."""
     expected, found = np.load(GOLDENS / case / "expected.npz"), []
@@ -147,6 +147,7 @@ def test_on_a_mesh_experts_are_split_by_rows_of_blocks(tiny, axes):
     np.testing.assert_allclose(logits(spread, rows=4), alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", cases("tiny-experts", slow=["tiny-delta-experts"]), indirect=True)
 def test_text_is_written_as_the_whole_sequence_would_be_read(tiny):
     teacher = model(tiny, "packed")
@@ -264,6 +265,7 @@ def routed():
     return rows, choice, gate, up, down
 
 
+@pytest.mark.slow
 def test_tiles_are_of_one_expert_and_hold_every_row(routed):
     choice = routed[1]
     tiles, slots = lay_out(choice.experts, 5, 16)
@@ -276,6 +278,7 @@ def test_tiles_are_of_one_expert_and_hold_every_row(routed):
     assert int(jnp.sum(tiles.experts < 5)) == sum(-(-counts // 16))
 
 
+@pytest.mark.slow
 def test_kernels_give_the_sum_and_its_gradient(routed):
     """Interpreted, so that they run without a GPU."""
     rows, choice, *matrices = routed
@@ -317,6 +320,7 @@ def _inner_scans(jaxpr, depth=0):
             yield from _inner_scans(body, inside)
 
 
+@pytest.mark.slow
 def test_a_layer_is_decoded_once_for_all_microbatches(tiny):
     """In the loop over layers; in the loop over parts within it no bits are shifted."""
     teacher = model(tiny, "packed")

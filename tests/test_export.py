@@ -127,7 +127,7 @@ def test_quantized_exports_lose_what_their_type_loses(dtype, error, student, exp
     assert np.linalg.norm(logits_of(load(out)) - want) < 0.6 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("dtype", ["q4_k_m", "q6_k", "q2_k", "bf16"])
+@pytest.mark.parametrize("dtype", cases("q4_k_m", slow=["q6_k", "q2_k", "bf16"]))
 def test_blocks_as_they_are_have_the_header_of_their_recipe(dtype, student, tmp_path):
     """Rows of 128 are no whole K-blocks: most matrices have what stands in for the type."""
     export_gguf(student, tmp_path / "a.gguf", dtype=dtype)
@@ -213,10 +213,16 @@ def small_tokenizer(tmp_path_factory):
 @pytest.mark.parametrize(
     "case",
     cases(
-        "qwen3",
         "llama_scaled",
-        "smollm3",
-        slow=["qwen2_untied", "qwen2_yarn", "qwen2_yarn_mscale", "llama", "olmo2"],
+        slow=[
+            "qwen3",
+            "smollm3",
+            "qwen2_untied",
+            "qwen2_yarn",
+            "qwen2_yarn_mscale",
+            "llama",
+            "olmo2",
+        ],
     ),
 )
 @pytest.mark.parametrize("kind", EXPORTS)
@@ -232,6 +238,7 @@ def test_every_family_and_rope_comes_back(case, kind, small_tokenizer, tmp_path)
     np.testing.assert_allclose(logits_of(again), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hf", "gguf"])
 def test_experts_come_back(kind, small_tokenizer, tmp_path):
     """In a folder as a tensor each, in GGUF as one a layer."""
@@ -274,6 +281,7 @@ def with_spec(case, tokenizer, **changes):
     return model.replace(spec=spec, functions=functions, checkpoint=source)
 
 
+@pytest.mark.slow
 def test_local_layers_and_norms_of_one_and_more_come_back(small_tokenizer, tmp_path):
     """Hugging Face to GGUF, where norms are 1 + weight, and from there to Hugging Face."""
     near = load(GOLDENS / "gemma3").spec.layers[0]
@@ -297,12 +305,14 @@ def test_local_layers_and_norms_of_one_and_more_come_back(small_tokenizer, tmp_p
 
 @pytest.mark.parametrize(
     ("case", "kept", "types"),
-    [
+    cases(
         ("gemma3", (1, 2, 3), ["full_attention", "sliding_attention", "sliding_attention"]),
-        ("qwen2_tied", (0, 2), ["full_attention"] * 2),  # an entry that its family does not read
-        ("llama", (0, 2), None),
-        ("smollm3", (0, 3, 4), ["full_attention"] * 3),
-    ],
+        slow=[
+            ("qwen2_tied", (0, 2), ["full_attention"] * 2),  # an entry its family does not read
+            ("llama", (0, 2), None),
+            ("smollm3", (0, 3, 4), ["full_attention"] * 3),
+        ],
+    ),
 )
 def test_layers_that_are_cut_take_their_entries_with_them(
     case, kept, types, small_tokenizer, tmp_path
@@ -449,6 +459,7 @@ def test_parameters_may_be_bf16_or_its_bits_anywhere(bits, place, student, expor
     assert a.read_bytes() == b.read_bytes()
 
 
+@pytest.mark.slow
 def test_an_export_of_numbers_coarser_than_their_file_says_so(models, exported, tmp_path, caplog):
     """`kdjax.load` keeps bfloat16: a file of that, or float32 numbers, says nothing."""
 
@@ -502,6 +513,7 @@ def test_an_interrupted_export_leaves_what_was_there(
         assert_same(load(out).params, student.params)
 
 
+@pytest.mark.slow
 def test_a_killed_export_leaves_nothing_that_looks_complete(tmp_path):
     code = """
 import os, signal, sys
@@ -700,6 +712,7 @@ def test_a_cut_file_says_its_whole_size_and_its_header_can_be_read(models, tmp_p
                 table.raw(tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("legacy", [False, True])
 def test_an_importance_matrix_weighs_errors(student, tmp_path, rng, legacy):
     """In both forms of llama.cpp; of another model's, and of a broken file, one line says so."""

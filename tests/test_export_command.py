@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exporting import a_student, assert_same, corrupted, load
+from quick import cases
 
 import kdjax
 from kdjax import progress
@@ -136,6 +137,7 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     assert (tmp_path / "a.gguf").read_bytes() == b"before"
 
 
+@pytest.mark.slow
 def test_a_model_that_no_run_trained_is_written_as_the_library_writes_it(
     student, tmp_path, capsys, monkeypatch
 ):
@@ -159,6 +161,7 @@ def test_a_model_that_no_run_trained_is_written_as_the_library_writes_it(
     assert "tensors written: 25 of 26" in said and "tensors read back: 25 of 26" in said
 
 
+@pytest.mark.slow
 def test_what_is_kept_counts_in_the_error(student, tmp_path):
     """Blocks of the type that is asked for lose nothing: of all numbers the loss is a part."""
     export_gguf(student, tmp_path / "a.gguf", dtype="q4_k_m")
@@ -179,7 +182,7 @@ def test_what_is_kept_counts_in_the_error(student, tmp_path):
     assert found.error == pytest.approx((lost / total) ** 0.5, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["", "bf16", "q8_0", "mxfp4", "q4_0"])
+@pytest.mark.parametrize("kind", cases("q4_0", slow=["", "bf16", "q8_0", "mxfp4"]))
 def test_an_importance_that_would_weigh_nothing_is_refused(student, tmp_path, capsys, kind):
     """So are types of no search, blocks as stored, and a type that all blocks have already."""
     model, path = tmp_path / "q4_0.gguf", tmp_path / "im.gguf"

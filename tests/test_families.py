@@ -41,7 +41,7 @@ from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
 
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = cases(
-    *("olmo3", "smollm3", "ministral3", "phi3_long", "granite", "minicpm"), slow=["olmo2", "phi3"]
+    *("phi3_long", "minicpm"), slow=["olmo3", "smollm3", "ministral3", "granite", "olmo2", "phi3"]
 )
 
 
@@ -146,7 +146,7 @@ def test_a_family_teaches_learns_and_writes(case, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", cases("olmo3", "smollm3", "ministral3", "phi3_long", slow=["phi3"])
+    "case", cases("ministral3", "phi3_long", slow=["olmo3", "smollm3", "phi3"])
 )
 def test_a_family_comes_back_from_every_export(case, tokenizer, tmp_path):
     """From Hugging Face's files to GGUF, and from there to Hugging Face's and to .apr."""
@@ -252,7 +252,7 @@ def test_code_that_a_folder_names_is_written_beside_it_or_not_named(there, token
     assert written.get("auto_map") == (names if there else None)
 
 
-@pytest.mark.parametrize("case", ["minicpm_stretched", "granite_stretched"])
+@pytest.mark.parametrize("case", cases("minicpm_stretched", slow=["granite_stretched"]))
 def test_two_sets_of_divisors_come_back_from_every_export(case, tokenizer, tmp_path):
     """GGUF keeps them as tensors; config.json beside the length, which only Phi-3 has apart."""
     model = as_gguf(case, tokenizer)

@@ -295,6 +295,7 @@ def test_arrays_that_a_users_form_keeps_are_on_every_device(pair):
     np.testing.assert_array_equal(state.kept["first"], first)
 
 
+@pytest.mark.slow
 def test_a_rounded_run_resumes_bit_for_bit_and_exports_its_last_integers(tiny_config, tmp_path):
     tiny_config.student.quantize, tiny_config.train.steps = "q4_0", 4
     tiny_config.eval.every = tiny_config.checkpoint.every = 0

@@ -89,6 +89,7 @@ def test_a_teacher_rounded_to_four_bits_teaches(job, folder, tmp_path):
     assert go(job, tmp_path / "run", folder / "Q4_0.gguf") == "finished"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_its_teacher_near_its_end_goes_on(job, folder, tmp_path):
     """A copy is allowed once, stopped after a step and resumed where it is the teacher still."""
     run = tmp_path / "run"
@@ -99,6 +100,7 @@ def test_a_run_that_is_its_teacher_near_its_end_goes_on(job, folder, tmp_path):
     assert kl < NoSignalGuard.MOST_KL and agreement > NoSignalGuard.LEAST_AGREEMENT
 
 
+@pytest.mark.slow
 def test_a_cached_teacher_in_another_precision_is_refused(job, tmp_path):
     config = copy.deepcopy(job.config)
     cache_teacher(config, tmp_path / "cache", CachedTopK(8))

@@ -108,6 +108,7 @@ def test_a_run_of_what_was_removed_is_refused_by_the_field(earlier):
         go(config, Path("run-topk"))
 
 
+@pytest.mark.slow
 def test_a_run_on_own_answers_is_verified(earlier, undrawn):
     """In rounds, whose prompts belong to its identity."""
     workdir = Path("run-answers")
@@ -134,6 +135,7 @@ def test_a_run_of_an_earlier_revision_is_refused_by_the_field_that_differs(earli
         go(config, workdir)
 
 
+@pytest.mark.slow
 def test_a_cache_of_an_earlier_revision_is_refused_if_a_bit_of_it_changed(earlier):
     workdir = Path("run-hidden")
     config = config_of(workdir)

@@ -140,6 +140,7 @@ cli.run()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["collecting", "importing"])
 def test_an_interrupt_is_heard_in_a_callback_and_after_an_import(where, tmp_path):
     """Python only prints what a callback of `gc` raises, NumPy what its import does."""

@@ -134,6 +134,7 @@ def test_the_plan_counts_base_adapters_and_moments(run):
     assert job.plan.gradients == adapters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", cases(dict(fsdp=2, tensor=1), slow=[dict(fsdp=1, tensor=2)]))
 def test_meshes_train_alike(lora_config, run, tmp_path, mesh):
     """One device's figures and adapters on meshes that split rows, blocks and heads."""

@@ -548,6 +548,7 @@ def test_a_cpus_step_is_planned_within_15_percent(pairs, asked):
     assert made.peak == pytest.approx(sum(held), rel=0.15) and made.peak_phase in plan.STEP_PHASES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["packed", pytest.param("dense", marks=pytest.mark.slow)])
 def test_the_command_tells_a_cpus_step_as_xla_does(
     tiny_config, tmp_path, monkeypatch, weights, caplog

@@ -219,6 +219,7 @@ def test_a_run_writes_its_rounds_and_logs_them(job, straight):
     assert {"text", "divergence", "teacher"} <= set(sample["tokens"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "at"),
     cases(

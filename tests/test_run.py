@@ -604,6 +604,7 @@ def test_a_finished_run_goes_on_under_a_schedule_of_its_own(one_step, tmp_path, 
         go(config, tmp_path / "other", job=start_over(job, tmp_path / "other"))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_in_its_last_step_is_judged_when_it_goes_on(tiny_config, tmp_path):
     """With a length in seconds, too; the step that was saved is the best, once it is judged."""
     config = tiny_config
@@ -630,6 +631,7 @@ def test_a_run_that_was_stopped_in_its_last_step_is_judged_when_it_goes_on(tiny_
         assert not third.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases("muon", slow=["adamw"]))
 def test_a_run_that_trains_some_parameters_resumes_exactly(tiny_config, tmp_path, undrawn, name):
     """One killed, one not; the others keep their numbers, and another choice is another run."""

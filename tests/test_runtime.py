@@ -290,6 +290,7 @@ def test_too_late_warns_and_sets_nothing(warnings_logged):
     assert len(warnings_logged) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "kept"), [(1, True), (2, False)])
 def test_programs_of_several_cpu_devices_are_not_cached(tmp_path, devices, kept):
     """JAX has compiled a program before it knows that others will want several devices."""

@@ -135,6 +135,7 @@ def test_the_loss_without_a_teacher_is_the_cross_entropy(rng):
     np.testing.assert_allclose(float(figures.student_ce), float(sums.ce), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_alpha_1_runs_the_teacher_in_evaluations_only(tiny_config, tmp_path):
     job = assemble(tiny_config, tmp_path)
     batch = job.step.put(job.source.next({}))
