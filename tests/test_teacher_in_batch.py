@@ -176,6 +176,7 @@ BAD = {
     "twice": ("teacher_ids", (0, 2), 7),
     "above 1": ("teacher_top_log_probs", (0, 2), np.log(0.3)),
     "nan": ("teacher_top_log_probs", (0, 2, 1), np.nan),
+    "nothing": ("teacher_top_log_probs", (0, 2), -np.inf),
 }
 
 
@@ -200,12 +201,13 @@ def test_impossible_teachers_are_refused(pair, on_device):
         step._outside.clear()
 
 
-def test_all_ids_that_add_up_to_more_than_1_are_refused(pair):
+@pytest.mark.parametrize("value", [0.1, -np.inf])
+def test_all_ids_that_add_up_to_more_than_1_or_to_nothing_are_refused(pair, value):
     teacher, student = pair
     step = kdjax.make_step(
         student, None, kdjax.KDLoss(), optax.sgd(0.1), kind=kdjax.TeacherInBatch()
     )
-    batch = text() | {"teacher_log_probs": said(teacher).astype(np.float32) + 0.1}
+    batch = text() | {"teacher_log_probs": said(teacher).astype(np.float32) + np.float32(value)}
     _, metrics = step(step.init(student.params), None, batch)
     with pytest.raises(UserError, match=f"found {int(text()['weights'].sum())} positions"):
         metrics.means()

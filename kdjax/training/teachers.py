@@ -324,7 +324,7 @@ class TeacherInBatch(TeacherKind):
     as in a top-k cache, and the temperature is 1; or "absent", on no other id: the k ids are
     normalised.
     Raises `UserError` for another `rest`; the step for columns of other shapes, ids outside the
-    vocabulary or twice at a position, and probabilities that add up to more than 1 (by 1%).
+    vocabulary or twice at a position, and probabilities that add up to 0 or to more than 1 (by 1%).
     """
 
     rest: str = ""
@@ -404,7 +404,7 @@ def refuse_odd(count: int, example: str = "") -> None:
         raise UserError(
             f"found {count} positions whose teacher is impossible; expected ids of the student's "
             "vocabulary, each once at a position, and log-probabilities whose probabilities add "
-            f"up to at most 1.{example}"
+            f"up to more than 0 and at most 1.{example}"
         )
 
 
@@ -412,9 +412,12 @@ _MOST = 1.01  # largest sum of probabilities: log-probabilities in bfloat16 are 
 
 
 def _find_odd(xp: Any, ids: Any, log_probs: Any, weights: Any, real: int) -> Any:
-    """Marks positions `[B, T]` with impossible ids or log-probabilities, such as NaN."""
+    """Marks positions `[B, T]` with impossible ids or log-probabilities, such as NaN.
+
+    All of them -inf, as a server's padding, would be a loss of 1e27.
+    """
     total = xp.exp(log_probs[..., :real].astype(np.float32)).sum(-1)
-    good = total <= _MOST
+    good = (total > 0) & (total <= _MOST)
     if ids is not None:
         ordered = xp.sort(ids, axis=-1)
         good &= (ordered[..., 0] >= 0) & (ordered[..., -1] < real)
