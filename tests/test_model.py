@@ -127,6 +127,17 @@ def test_a_module_of_ones_own(student):
         Model.from_module(counting)
 
 
+def test_a_model_is_shown_in_one_line_and_in_a_short_table(student):
+    shown, table = repr(student), student._repr_html_()
+    assert shown == f"<kdjax.Model {student}>" and "\n" not in shown and len(shown) < 120
+    assert "student.gguf" in shown and f"{student.resident_bytes / 1e9:.2f} GB" in shown
+    assert table.count("<tr>") == 3 and len(table) < 800
+    leaves = len(jax.tree.leaves(student.params))
+    assert f"{leaves} arrays, float32, " in table and "qwen2, 2 layers, width " in table
+    odd = student.replace(kind="<b>", params={}, spec=None)
+    assert "&lt;b&gt;" in odd._repr_html_() and "no arrays" in odd._repr_html_()
+
+
 def test_forms():
     assert ModelArgument.parse("a@b/c.gguf") == ModelArgument("a@b/c.gguf")
     form = ModelArgument.parse("a@b/c.gguf@float8:float32")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -347,6 +348,23 @@ def test_schedule():
     np.testing.assert_allclose(rate(4), 1.5e-5, rtol=1e-6)
     np.testing.assert_allclose(rate(12), (1.5e-5 + 5e-7) / 2, rtol=1e-5)
     np.testing.assert_allclose(np.asarray([rate(20), rate(25)]), 5e-7, rtol=1e-5)
+
+
+def test_a_state_is_shown_in_one_line_and_in_a_short_table():
+    state = build().state
+    leaves = len(jax.tree.leaves(state.params))
+    parts = f"params: {leaves} arrays, float32, .* GB, opt_state: .*float32/int32, .* GB"
+    assert re.fullmatch(f"<kdjax.TrainState step: 0, {parts}>", repr(state))
+    table = state._repr_html_()
+    assert table.count("<tr>") == 3 and len(table) < 800 and "TrainState" in table
+    formed = step.FormedState(jnp.int32(4), state.params, (), kept={"scales": jnp.ones(3)})
+    assert repr(formed).startswith("<kdjax.FormedState step: 4, ")
+    assert repr(formed).endswith("opt_state: no arrays, kept: 1 arrays, float32, 1.2e-08 GB>")
+    shown = []
+    jax.jit(lambda x: shown.append(repr(x)) or x.params, donate_argnums=0)(formed)
+    formed.step.delete()
+    for text in (*shown, repr(formed), repr(jax.eval_shape(lambda: formed.replace(step=1)))):
+        assert text.startswith("<kdjax.FormedState step: unknown, params: ")
 
 
 def test_decay_mask_is_matrices_only():

@@ -44,6 +44,7 @@ from kdjax.models.drafts import check_same_ids
 from kdjax.models.loading import load_params, shape_params
 from kdjax.models.shards import Spread, gather_shards, map_rows
 from kdjax.models.speculation import BlockWriter, DraftWriter
+from kdjax.models.summary import describe_arrays, make_table
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Scaled, decode_weight, hold_bits, to_bits, unembed
 
@@ -96,6 +97,17 @@ class Model:
     def __str__(self) -> str:
         size = f"{self.resident_bytes / 1e9:.2f} GB resident, {self.vocab_size:,} head rows"
         return f"{self.name}: {size}"
+
+    def __repr__(self) -> str:
+        return f"<kdjax.Model {self}>"
+
+    def _repr_html_(self) -> str:
+        """The table that a notebook shows."""
+        rows = {"weights": describe_arrays(self.params), "head": f"{self.vocab_size:,} rows"}
+        if self.spec is not None:
+            spec = self.spec
+            rows["family"] = f"{spec.family}, {spec.num_layers} layers, width {spec.hidden_size}"
+        return make_table(f"Model: {self.name}", rows)
 
     @property
     def name(self) -> str:

@@ -42,6 +42,7 @@ from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.model import Model
 from kdjax.models.shards import Spread, sum_rows
+from kdjax.models.summary import describe_arrays, describe_step, make_table
 from kdjax.training.batches import check_ids, complete_batch, read_ids, refuse_counted
 from kdjax.training.forms import PLAIN, Form, check_form, choose_form
 from kdjax.training.heldout import held_out
@@ -77,15 +78,28 @@ class TrainState:
     params: Params  # float32 masters
     opt_state: optax.OptState
 
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name}: {text}" for name, text in self._describe().items())
+        return f"<kdjax.{type(self).__name__} {parts}>"
 
-@struct.dataclass
+    def _repr_html_(self) -> str:
+        """The table that a notebook shows."""
+        return make_table(type(self).__name__, self._describe())
+
+    def _describe(self) -> dict[str, str]:
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        step = describe_step(parts.pop("step"))
+        return {"step": step} | {name: describe_arrays(tree) for name, tree in parts.items()}
+
+
+@struct.dataclass(repr=False)
 class FormedState(TrainState):
     """State of a student whose form has arrays in it, such as scales."""
 
     kept: Any
 
 
-@struct.dataclass
+@struct.dataclass(repr=False)
 class ExtraState(FormedState):
     """State of a step with layer losses: their projections, which the optimizer moves as well."""
 
