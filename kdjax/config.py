@@ -127,7 +127,7 @@ class OptimConfig:
     learning_rate: float = 1e-5  # at the end of the warmup
     final_learning_rate: float = 1e-6  # at the last step
     warmup_steps: int = 20  # the rate rises from 0 over these
-    weight_decay: float = 0.01  # of matrices; norms and biases are not decayed
+    weight_decay: float = 0.01  # of matrices; not of norms, biases, A_log and dt_bias
     beta1: float = 0.9  # decay of the mean gradient
     beta2: float = 0.95  # decay of the mean squared gradient
     eps: float = 1e-8  # added to the root mean square

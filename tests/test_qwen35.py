@@ -3,19 +3,23 @@
 import dataclasses
 import json
 import logging
+from types import SimpleNamespace
 from unittest import mock
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import make_tiny_config, start_over
 from exporting import ask_llama_cpp, needs_llama_cpp, read_tensors
+from flax.traverse_util import flatten_dict
 from test_run import Recorder, go, saved
 from test_speculation import near
 
 import kdjax
+from kdjax.config import Config, OptimConfig
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh
 from kdjax.errors import UserError
@@ -23,6 +27,7 @@ from kdjax.export import export_gguf, export_hf
 from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.safetensors import write_folder
+from kdjax.formats.saved import saved_run
 from kdjax.models import decoder, names
 from kdjax.models.checkpoint import cut_layers, open_checkpoint
 from kdjax.models.decoder import Compute, functional
@@ -30,7 +35,10 @@ from kdjax.models.decoding import count_slots
 from kdjax.models.importance import sum_squares
 from kdjax.models.kernels import recurrent
 from kdjax.models.model import load_model
-from kdjax.training.job import assemble
+from kdjax.training import optim
+from kdjax.training.job import Job, assemble
+from kdjax.training.trainable import list_paths
+from kdjax.training.user_code import UserCode
 from scripts.bench.synthetic import QWEN35_SHAPES, open_header, write_random_gguf
 from scripts.checks import llama_answers
 
@@ -351,6 +359,7 @@ def test_a_pair_trains_and_resumes_bit_for_bit(run):
     assert go(config, folder / "again", second, job=more) == "finished"
     (a, one), (b, two) = (saved(again, folder / name) for name in ("straight", "again"))
     assert a == b == 6
+    assert saved_run(folder / "again", 6)["undecayed"] == ["log_rate", "shift"]
     chex.assert_trees_all_equal(one, two)
     losses = [call[2]["loss"] for call in straight.calls if call[0] == "step"]
     assert losses[-1] < losses[0] and second.calls[0] == ("begin", 3)
@@ -367,6 +376,40 @@ def test_llama_cpp_writes_what_the_trained_student_writes(run, tmp_path):
     export_gguf(trained, tmp_path / "t.gguf", dtype="f32")
     ids, _ = ask_llama(tmp_path / "t.gguf", PROMPT[:40])
     assert trained.generate([PROMPT[:40]], max_tokens=12, stop_ids=())[0].ids == ids
+
+
+def test_weight_decay_leaves_rates_of_delta_layers_alone():
+    """A_log, dt_bias, norms and biases; a step without a gradient moves all others towards 0."""
+    spec = open_header(QWEN35_SHAPES["tiny-delta"]).spec
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), functional(spec, Compute())[1])
+    config = OptimConfig(weight_decay=0.5, learning_rate=0.1, warmup_steps=0)
+    tx = optim.optimizer(config, 10)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    moved = {name: float(jnp.abs(x).max()) for name, x in flatten_dict(updates, sep="/").items()}
+    still = {name for name, by in moved.items() if by == 0}
+    assert {name.rpartition("/")[2] for name in still} == {"weight", "log_rate", "shift"}
+    assert all("norm" in name for name in still if name.endswith("weight"))
+    delta = {name for name in moved if "/delta/" in name} - still
+    ends = [name.rpartition("/delta/")[2] for name in delta]
+    assert {"conv", "alpha/weight", "beta/weight", "gate/weight", "qkv/weight"} <= set(ends)
+    assert all(moved[name] == pytest.approx(0.05) for name in moved.keys() - still)
+
+
+def test_a_run_says_which_rates_its_decay_leaves_alone():
+    spec = open_header(QWEN35_SHAPES["tiny-delta"]).spec
+    params = functional(spec, Compute())[1]
+    config, rates = Config(), [name for name in list_paths(params) if name.endswith("log_rate")]
+
+    def named(frozen=(), **user):
+        parts = SimpleNamespace(frozen=frozenset(frozen))
+        step = SimpleNamespace(abstract=SimpleNamespace(params=params), spec=parts)
+        job = SimpleNamespace(step=step, config=config, user_code=UserCode(**user))
+        return Job.undecayed.fget(job)
+
+    assert named() == ["log_rate", "shift"] and named(rates) == ["shift"]
+    assert named(optimizer=optax.sgd(0.1)) == []
+    config.optim.weight_decay = 0.0
+    assert named() == []
 
 
 def test_periods_computed_again_keep_no_copies_of_weights():

@@ -36,6 +36,7 @@ BEST = "best"  # in `run`: the best step so far, and the held-out figure that ch
 CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays; of everything else in `run`
 _PARAMS = "params/"  # prefix of the student's parameters
 _SCALES = "kept/"  # prefix of a rounded student's scales
+UNDECAYED = "undecayed"  # in `run`: rates of delta layers, which earlier versions decayed
 LayerNumbers = tuple[int, ...] | None  # numbers of layers in a stack; None for all
 _SHOWN = 3  # arrays that a message names
 _END = 80  # characters of a library's message that are shown of its beginning and of its end

@@ -37,7 +37,7 @@ from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.device.runtime import device_summary
 from kdjax.errors import UserError
-from kdjax.formats.saved import saved_run
+from kdjax.formats.saved import UNDECAYED, saved_run
 from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import Compute, DecoderFunctions, Params, functional, initialise
 from kdjax.models.loading import load_params
@@ -70,6 +70,7 @@ from kdjax.training.step import Step, TrainState, assemble_step
 from kdjax.training.teachers import (
     TeacherKind,
 )
+from kdjax.training.trainable import leave_out
 from kdjax.training.user_code import NO_CODE, UserCode
 
 _log = logging.getLogger("kdjax")
@@ -114,7 +115,22 @@ class Job:
         """Reads the saved record of the run; raises `UserError` if it is another run's."""
         record = saved_run(self.workdir, step)
         check_same_run(record["identity"], self.identity, self.workdir, step)
+        if self.undecayed != record.get(UNDECAYED, []):
+            raise UserError(
+                f"{self.workdir} holds step {step} of a run whose weight decay moved A_log and "
+                "dt_bias of delta layers, as an earlier version did; this version leaves them "
+                "alone. Finish it with that version (receipt.json names its commit), or begin "
+                f"another run from its student: student.path={self.workdir} and a new --workdir."
+            )
         return record
+
+    @property
+    def undecayed(self) -> list[str]:
+        """Names of trained parameters that weight decay leaves alone and once did not."""
+        if self.user_code.optimizer is not None:
+            return []
+        trained = leave_out(self.step.abstract.params, self.step.spec.frozen)
+        return optim.list_undecayed(self.config.optim, trained)
 
     def make_state(self) -> TrainState:
         """The state before the first step: the student's file, or random weights of its shapes."""

@@ -14,7 +14,7 @@ import optax
 from kdjax.config import last_step
 from kdjax.device.cluster import SharedFlag
 from kdjax.errors import WriteError
-from kdjax.formats.saved import FORM
+from kdjax.formats.saved import FORM, UNDECAYED
 from kdjax.training.best import Judge
 from kdjax.training.clock import Clock
 from kdjax.training.heldout import merge_sums, read_sums, split_figures
@@ -224,6 +224,8 @@ class _Loop:
         record: dict[str, Any] = {"data": job.source.get_state(), "identity": job.identity}
         if form := job.step.spec.form.record:
             record[FORM] = form
+        if job.undecayed:
+            record[UNDECAYED] = job.undecayed
         if unjudged:
             record[UNJUDGED] = True
         self._checkpoints.best = self._judge.note_saved(step)

@@ -31,14 +31,31 @@ def schedule(config: OptimConfig, steps: int, after: int = 0) -> optax.Schedule:
     return rate
 
 
+# Rates at which a delta layer forgets, A_log and dt_bias: towards 0 means another memory, not a
+# smaller model. Its authors leave them out of weight decay, and decay its convolution and gates
+# (`_no_weight_decay` of flash-linear-attention's GatedDeltaNet and of Mamba 2; Megatron-LM leaves
+# out all that have one axis).
+RATES = ("log_rate", "shift")
+
+
 def decay_mask(params: optax.Params) -> optax.Params:
-    """True for matrices, False for norms and biases; by name, since stacked ones are all 2-d."""
+    """True for matrices and convolutions, False for norms, biases and `RATES`.
+
+    By name, since stacked ones are all 2-d.
+    """
 
     def matrix(path: tuple[Any, ...], _: Any) -> bool:
         keys = [str(key.key) for key in path]  # keys of an `nnx.List` are numbers
-        return keys[-1] != "bias" and not any("norm" in key for key in keys)
+        return keys[-1] not in ("bias", *RATES) and not any("norm" in key for key in keys)
 
     return jax.tree_util.tree_map_with_path(matrix, params)
+
+
+def list_undecayed(config: OptimConfig, params: optax.Params) -> list[str]:
+    """Names of `RATES` among these parameters, if they would decay but for `decay_mask`."""
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    last = {str(getattr(path[-1], "key", "")) for path, _ in paths}
+    return [name for name in RATES if name in last and config.weight_decay]
 
 
 def optimizer(config: OptimConfig, steps: int, after: int = 0) -> optax.GradientTransformation:
