@@ -1,7 +1,7 @@
 """Pytest plugin: what each test costs, and how much memory its process holds after each module.
 
     pytest -p scripts.checks.costs --costs=FILE -n 2 --dist loadfile
-    python -m scripts.checks.costs FILE [--top 30]
+    python -m scripts.checks.costs FILE [--top 30] [--json SUMS]
 
 A line of FILE is a JSON object: a test with its processor seconds, its own and its children's, and
 its wall seconds, each with the fixtures that it was the first to need; or a module with the
@@ -67,19 +67,30 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
     return result
 
 
-def _print_sums(lines: list[dict[str, Any]], top: int) -> None:
+def sum_up(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns processor seconds by module and by test function, and megabytes by module."""
     modules, functions = defaultdict(float), defaultdict(float)
     for line in lines:
         if test := line.get("test"):
             modules[test.split("::")[0]] += line["cpu"]
             functions[test.split("[")[0]] += line["cpu"]
+    megabytes = {x["module"]: {k: x[k] for k in ("peak", "after")} for x in lines if "module" in x}
+    seconds = dict(module_seconds=modules, function_seconds=functions)
+    return {
+        name: {key: round(n, 1) for key, n in sorted(sums.items(), key=lambda item: -item[1])}
+        for name, sums in seconds.items()
+    } | dict(module_megabytes=megabytes)
+
+
+def _print_sums(sums: dict[str, dict[str, Any]], top: int) -> None:
+    modules = sums["module_seconds"]
     print(f"{sum(modules.values()):.0f} s of processor time in {len(modules)} modules")
-    for sums in (modules, functions):
-        for name, seconds in sorted(sums.items(), key=lambda item: -item[1])[:top]:
+    for table in (modules, sums["function_seconds"]):
+        for name, seconds in list(table.items())[:top]:
             print(f"{seconds:8.1f} s  {name}")
-    held = [line for line in lines if "module" in line]
-    for line in sorted(held, key=lambda line: -line["peak"])[:top]:
-        print(f"{line['peak']:6} MB at most, {line['after']} MB at its end  {line['module']}")
+    held = sums["module_megabytes"].items()
+    for name, line in sorted(held, key=lambda item: -item[1]["peak"])[:top]:
+        print(f"{line['peak']:6} MB at most, {line['after']} MB at its end  {name}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -87,9 +98,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.checks.costs")
     parser.add_argument("file", type=Path)
     parser.add_argument("--top", type=int, default=30, help="rows of each table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the sums, for a record")
     args = parser.parse_args(argv)
     lines = [json.loads(line) for line in args.file.read_text().splitlines()]
-    _print_sums(lines, args.top)
+    sums = sum_up(lines)
+    if args.json:
+        args.json.write_text(json.dumps(sums, indent=1) + "\n")
+    _print_sums(sums, args.top)
 
 
 if __name__ == "__main__":
