@@ -33,11 +33,8 @@ ROWS = {
     "3.12": ("3.12", False),
     "3.13": ("3.13", False),
 }
-# Losses, steps, kernels interpreted, batches, a run, resuming, text, downloads, exports.
-_CORE = (
-    "losses cached_loss step optim kernels delta_kernels data run states generate defaults "
-    "hub vocabularies export_command"
-)
+# Losses, steps, kernels interpreted, a run, resuming, text, downloads.
+_CORE = "losses cached_loss step optim kernels delta_kernels run states generate defaults hub"
 _SHOWN = ["jax", "flax", "orbax-checkpoint", "grain", "huggingface_hub", "transformers"]
 _GOING = [
     f"error::{kind}:(jax|flax|orbax|grain)(\\.|$)"
