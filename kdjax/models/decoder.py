@@ -115,12 +115,10 @@ class RMSNorm(nnx.Module):
         width: int,
         eps: float,
         dtype: DTypeLike,
-        placement: Placement | None = None,
         offset: bool = False,
     ):
         self.weight = nnx.Param((jnp.zeros if offset else jnp.ones)((width,), dtype))
         self.eps, self.offset = eps, offset
-        self.kernels = placement is not None and placement.kernels
 
     def __call__(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
@@ -132,16 +130,12 @@ class RMSNorm(nnx.Module):
         weight = from_bits(self.weight[...])
         return 1 + weight.astype(jnp.float32) if self.offset else weight.astype(dtype)
 
-    def normalize_for(
-        self, x: Float[Array, "N D"], weight: Weight
-    ) -> tuple[Array, Array | Float8Rows]:
-        """x, and its norm in the form that products with `weight` take; a kernel if placed so."""
-        if not self.kernels:
-            return x, self(x)
-        ours = self._factor(x.dtype)
-        if isinstance(weight, Scaled):
-            return x, Float8Rows(*norms.round_rows(x, (ours, self.eps)), x.dtype)
-        return norms.normalize_rows(x, ours, self.eps)
+    def normalize_for(self, x: Float[Array, "N D"], weight: Weight) -> Array | Float8Rows:
+        """The norm of x in the form that products with `weight` take: float8 by a kernel."""
+        if isinstance(weight, Scaled) and weight.kernels:
+            norm = self._factor(x.dtype), self.eps
+            return Float8Rows(*norms.round_rows(x, norm), x.dtype)
+        return self(x)
 
 
 def rotate(x: Float[Array, "B T H D"], cos: Array, sin: Array) -> Float[Array, "B T H D"]:
@@ -345,7 +339,6 @@ class Block(nnx.Module):
             spec.hidden_size,
             spec.rms_eps,
             compute.param_dtype,
-            compute.placement,
             spec.norm_offset,
         )
         self.attn_norm = norm() if spec.pre_norms else None
@@ -363,7 +356,7 @@ class Block(nnx.Module):
         mixer = self.attn if self.delta is None else self.delta
         assert mixer is not None
         if self.attn_norm is not None:
-            rows, normal = self.attn_norm.normalize_for(rows, mixer.entry)
+            normal = self.attn_norm.normalize_for(rows, mixer.entry)
         if isinstance(mixer, DeltaNet):
             mixed, kept = mixer(normal, x.shape[:-1], recall)
         else:
@@ -372,7 +365,7 @@ class Block(nnx.Module):
             mixed = self.attn_post_norm(mixed)
         rows = normal = rows + _scale(mixed, self.residual_scale)
         if self.mlp_norm is not None:
-            rows, normal = self.mlp_norm.normalize_for(rows, self.mlp.entry)
+            normal = self.mlp_norm.normalize_for(rows, self.mlp.entry)
         widened = self.mlp(normal)
         if self.mlp_post_norm is not None:
             widened = self.mlp_post_norm(widened)

@@ -8,7 +8,6 @@ softmax
   softmax_sums            sum e^x, e^(x/T), e^y (y - x/T)  logits [B, V]            losses.kd
   sum_blocks              sum e^x, e^(x/T) of each block   logits [B, V]            decoding
 norms
-  normalize_rows          x / rms(x) w                     x [N, D], w [D]          decoder.RMSNorm
   round_rows              448 x / max |x| as float8        x [N, D]                 weights
 swiglu
   gate_and_round          silu(g) u as float8              g, u [N, F]              weights
@@ -35,6 +34,6 @@ recurrent
 
 The definitions are plain JAX. They run wherever `Placement.kernels` is false: on other devices, if
 `tensor` splits an array that a kernel needs in one piece, and once JAX drops Triton, deprecated
-since 0.11. `normalize_rows`, `make_heads` and `chunk_gated_delta_rule` have gradients; the others
-serve a frozen teacher, or callers that compute gradients themselves.
+since 0.11. `make_heads` and `chunk_gated_delta_rule` have gradients; the others serve a frozen
+teacher, or callers that compute gradients themselves.
 """
