@@ -123,17 +123,15 @@ def test_of_one_process_the_flag_is_its_own():
         (("8.9", "8.9"), (0, 0), False),
         (("9.0", "9.0"), (0, 1), False),
         (("9.0",), (0,), False),
-        (("9.0",) * 4, (0,) * 4, False),
+        (("9.0",) * 4, (0,) * 4, True),
     ],
 )
-def test_two_gpus_of_a_process_keep_half_of_the_masters_each(kinds, processes, splits):
+def test_gpus_of_a_process_store_a_part_of_the_masters_each(kinds, processes, splits):
     devices = np.empty(len(kinds), object)
     for i, (kind, process) in enumerate(zip(kinds, processes, strict=True)):
         devices[i] = types.SimpleNamespace(compute_capability=kind, process_index=process)
     mesh = mock.Mock(spec=Mesh, devices=devices, size=len(kinds), shape={"data": len(kinds)})
     assert sharding.splits_state(mesh) == splits
-    with mock.patch.object(sharding, "MOST_SPLIT", 4):
-        assert sharding.splits_state(mesh) == (splits or len(kinds) == 4)
 
 
 class Store:

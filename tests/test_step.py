@@ -29,6 +29,7 @@ from kdjax.models.decoder import Compute, functional
 from kdjax.models.loading import load_params
 from kdjax.models.shards import Shard
 from kdjax.training import batches, optim, step
+from kdjax.training.saving import load_state, save_state
 from kdjax.training.teachers import Dense
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -172,8 +173,11 @@ def test_states_of_delta_nets_are_the_same_in_any_split():
         assert_equal_gradients(gradients(built, data), want, 1e-5)  # 5.7e-6 seen
 
 
-def test_devices_that_keep_parts_of_the_masters_take_the_same_step():
-    whole, parts = build(), build(mesh_of(data=4), split=True)
+@pytest.mark.parametrize(
+    ("count", "remat"), [(4, "none"), pytest.param(8, "full", marks=pytest.mark.slow)]
+)
+def test_devices_that_keep_parts_of_the_masters_take_the_same_step(count, remat):
+    whole, parts = build(), build(mesh_of(data=count), split=True, remat=remat)
     assert_equal_gradients(gradients(parts, batch()), gradients(whole, batch()))
     (_, want, figures), (_, got, same) = step_once(whole), step_once(parts)
     assert same == pytest.approx(figures, rel=2e-6)
@@ -181,7 +185,26 @@ def test_devices_that_keep_parts_of_the_masters_take_the_same_step():
     assert_equal_gradients((moments[0],), (moments[1],))
     for tree in (got.params, moments[0]):
         gate = tree["blocks"]["mlp"]["gate"]["weight"]
-        assert gate.addressable_shards[0].data.size * 4 == gate.size
+        assert gate.addressable_shards[0].data.size * count == gate.size
+    bytes_of = [
+        sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+        for state in (got, want)
+    ]
+    assert bytes_of[0] < 1.1 * bytes_of[1] / count  # norms and biases are on all
+
+
+def test_a_state_of_parts_goes_on_on_any_number_of_devices(tmp_path):
+    """Masters and moments keep their bits; the next step is that of one device."""
+    one, first = build(), build(mesh_of(data=4), split=True)
+    save_state(tmp_path, step_once(first)[1])
+    states = [load_state(tmp_path, made.step) for made in (one, build(mesh_of(data=2), split=True))]
+    chex.assert_trees_all_equal(*states)
+    (want, _), (got, _) = (
+        made.once(state, made.teacher, sharding.put_batch(batch(1), made.mesh))
+        for made, state in zip((one, build(mesh_of(data=2), split=True)), states, strict=True)
+    )
+    moments = [optax.tree.get(state.opt_state, "mu") for state in (got, want)]
+    assert_equal_gradients((moments[0],), (moments[1],))
 
 
 @pytest.mark.slow

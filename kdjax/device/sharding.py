@@ -136,25 +136,15 @@ def tree_bytes(abstract: Any, mesh: Mesh) -> float:
     )
 
 
-# Number of GPUs that keep parts of masters and moments. On two H200s a step from a cached top-k (8
-# x 2048 a GPU, 22 November 2026) took 117.79 ms this way, 122.43 with one sum by NCCL, 115.07 on
-# one GPU alone. More have not been measured: `python -m scripts.bench.step --scaling --split=8`
-# does.
-MOST_SPLIT = 2
+def splits_state(mesh: Mesh) -> bool:
+    """Whether the GPUs of a process, `data` alone, each store 1 / N of masters and moments.
 
-
-def splits_state(mesh: Mesh, *, loops: bool = False, reduce_dtype: str = "float32") -> bool:
-    """Whether two GPUs of one process each keep half of masters and moments.
-
-    Each gathers the other's half in the compute dtype and updates its own half. That moves 3 bytes
-    for each 4 of one sum of gradients, and copy engines move them during the products. More
-    devices, and GPUs that may not reach each other's memory, keep everything and add gradients up
-    once. So do runs whose layers are a loop (`loops`), where each device would wait, and runs that
-    add gradients up in another dtype.
+    Each gathers the others' parts in the compute dtype, a layer at a time, gets the sum of all
+    gradients of its own part, and updates it. That moves 3 bytes for each 4 of one sum of
+    gradients, and copy engines move them during the products. Several processes, and GPUs that may
+    not reach each other's memory, store everything and add gradients up once.
     """
-    if loops or reduce_dtype != "float32" or mesh.shape["data"] != mesh.size:
-        return False
-    if not 2 <= mesh.size <= MOST_SPLIT:
+    if mesh.size == 1 or mesh.shape["data"] != mesh.size:
         return False
     kinds = {getattr(device, "compute_capability", "") for device in mesh.devices.flat}
     here = {device.process_index for device in mesh.devices.flat} == {jax.process_index()}

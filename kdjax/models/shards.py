@@ -1,8 +1,8 @@
 """A model's arrays over several devices: what each has, what is gathered and what is summed.
 
 Each device runs one device's program on its rows. On a mesh with `fsdp` it has a `Shard` of each
-matrix, which is gathered where it is used; two GPUs may each have half of the masters over `data`
-(`sharding.splits_state`).
+matrix, which is gathered where it is used; GPUs of one process may each have a part of the masters
+over `data` (`sharding.splits_state`).
 """
 
 import dataclasses

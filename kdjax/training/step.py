@@ -794,11 +794,14 @@ def _choose_kind(
 
 
 def _splits(spec: StepSpec, placement: Placement) -> bool:
-    """Whether masters are split. Only a `Decoder` gathers them; a custom module does not."""
+    """Whether masters are split: not those of a custom module, which gathers none.
+
+    Nor where layers are a loop, in which each gather would be waited for, and where gradients are
+    rounded to another dtype, which only one sum does.
+    """
     student = spec.student
-    return isinstance(student, DecoderFunctions) and splits_state(
-        placement.mesh, loops=student.compute.scan, reduce_dtype=spec.reduce_dtype
-    )
+    gathers = isinstance(student, DecoderFunctions) and not student.compute.scan
+    return gathers and spec.reduce_dtype == "float32" and splits_state(placement.mesh)
 
 
 def _check_kinds(kind: TeacherKind, several: Sequence[Model | None] | None) -> None:

@@ -40,7 +40,7 @@ class Request:
     teacher_cache: str = ""  # "topk" or "hidden": random records of that kind, and no teacher
     k: int = 64  # ids a position, of "topk"
     devices: int = 0  # how many there must be; 0: any number
-    split: int = 2  # most devices of which each keeps a part of the masters
+    whole: bool = False  # each of several devices stores all masters and adds gradients up once
     losses: int = 0  # also those of so many first steps, each of rows of its own
     profile: bool = False  # also where the first device's time went
 
@@ -71,12 +71,14 @@ def make_job(request: Request, config: Config) -> Any:
     """A job without text or checkpoints: models of the config, steps, and random rows."""
     from kdjax.device import sharding
     from kdjax.device.placement import Placement
+    from kdjax.training import step as training_step
     from kdjax.training.job import Job, build_step, text_source
     from kdjax.training.kinds import ask_kinds
     from kdjax.training.pair import Vocabulary, open_pair
     from kdjax.training.teachers import CachedHidden, CachedTopK
 
-    sharding.MOST_SPLIT = request.split
+    if request.whole:
+        training_step.splits_state = sharding.splits_state = lambda mesh: False
     data, fsdp, tensor = config.mesh.data, config.mesh.fsdp or 1, config.mesh.tensor
     mesh = sharding.make_mesh(data, fsdp, tensor)
     if request.devices not in (0, mesh.size):

@@ -91,7 +91,7 @@ SCALING: list[dict[str, Any]] = [
         "variants": f"dense-fast,float8-fast,{_TOPK},torch-compile,packed-fast,"
         "cached-hidden:loss.chunk_tokens=4096"
     },
-    {"variants": f"{_TOPK},dense-fast", "split": 8},
+    {"variants": f"{_TOPK},dense-fast", "whole": True},
     {"variants": "packed:mesh.fsdp={devices}", "teacher": "32b", "student": "7b"},
     {"variants": _TOPK, "strong": 64, "losses": 20, "steps": 8},
     {"variants": "dense-fast", "strong": 64, "steps": 4},
@@ -122,7 +122,7 @@ def arguments(argv: list[str] | None = None, **defaults: Any) -> argparse.Namesp
     add("--devices", default="", metavar="1,2,4", help="also on so many devices, rows a device")
     add("--strong", type=int, default=0, help="rows of all devices together, by --rows at a time")
     add("--losses", type=int, default=0, help="also those of so many first steps")
-    add("--split", type=int, default=2, help="most devices of which each keeps a part of masters")
+    add("--whole", action="store_true", help="each of several devices stores all masters")
     add("--scaling", action="store_true", help="the tables of several devices, with profiles")
     add("--limit", type=int, default=0, help="seconds in which --scaling ends; 0: none")
     add("--timeout", type=int, default=900, help="seconds for one process")
@@ -181,7 +181,7 @@ def kdjax_request(variant: str, args: argparse.Namespace, **changes: Any) -> dic
         args.host,
         teacher_cache=kind,
         devices=args.count,
-        split=args.split,
+        whole=args.whole,
         losses=args.losses,
         profile=args.scaling,
     )
@@ -496,7 +496,7 @@ def tables_of(argv: list[str] | None) -> list[tuple[str, argparse.Namespace, lis
             else f"{args.rows} x {args.length} a device"
         )
         title = f"{args.teacher} to {args.student}, {rows}"
-        title += f", masters split over up to {args.split}" if args.split > 2 else ""
+        title += ", all masters on each" if args.whole else ""
         tables.append((title, args, cases_of(args)))
     return tables
 
