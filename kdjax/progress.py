@@ -1,9 +1,12 @@
-"""Logs the progress of long work: a command may take a laptop an hour."""
+"""Logs the progress of long work, and where the seconds before a run's first step went."""
 
+import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 _log = logging.getLogger("kdjax")
 
@@ -30,3 +33,51 @@ def counted(items: Sequence[_T], what: str) -> Iterator[_T]:
         if number:
             heartbeat.say("%s: %d of %d", what, number, len(items))
         yield item
+
+
+class Phase(NamedTuple):
+    """A part of a start; phases of several threads overlap."""
+
+    name: str
+    begun: float  # seconds after the process began
+    seconds: float
+
+
+PHASES: list[Phase] = []  # of the latest start, in the order of their ends
+
+
+def count_seconds() -> float:
+    """Seconds since this process began, its interpreter included."""
+    return time.monotonic() - _BEGUN
+
+
+def _find_begin() -> float:
+    """The time at which the process began, on the clock of `time.monotonic`."""
+    try:  # after the name, which may hold spaces, the 20th field: ticks since the machine's start
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (AttributeError, IndexError, OSError, ValueError):  # not Linux
+        age = 0.0
+    return time.monotonic() - age
+
+
+_BEGUN = _find_begin()
+
+
+@contextlib.contextmanager
+def timing(name: str, begun: float | None = None) -> Iterator[None]:
+    """Adds the block to `PHASES`; `begun`, as of `count_seconds`, is where it began if earlier."""
+    begun = count_seconds() if begun is None else begun
+    try:
+        yield
+    finally:
+        PHASES.append(Phase(name, begun, count_seconds() - begun))
+
+
+def describe_phases() -> str:
+    """One line on the phases of a start, the longest first."""
+    total = max(phase.begun + phase.seconds for phase in PHASES)
+    since = min(phase.begun for phase in PHASES)
+    longest = sorted(PHASES, key=lambda phase: -phase.seconds)
+    parts = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in longest)
+    return f"first step after {total - since:.1f} s: {parts} (parts may overlap)"

@@ -3,10 +3,12 @@
 import io
 import json
 import sys
+import time
 import types
 
 import pytest
 
+from kdjax import progress
 from kdjax.errors import UserError
 from kdjax.training.hooks import Run, StepRecord
 from kdjax.watch import writers
@@ -42,6 +44,27 @@ def play(hook, workdir):
         assert not hook.step_end(record(step))
     hook.save_begin(4)
     hook.train_end("finished", None)
+
+
+def test_the_first_step_says_where_the_seconds_of_the_start_went(tmp_path):
+    """The longest phase first, the first step among them; a run without phases says nothing."""
+    for phases in ([progress.Phase("text", 1.0, 0.2)], []):
+        progress.PHASES[:] = phases
+        stream = io.StringIO()
+        play(writers.Terminal(stream), tmp_path)
+        progress.PHASES.clear()
+        lines = [x for x in stream.getvalue().splitlines() if x.startswith("first step after")]
+        parts = ["first step 0.5, text 0.2 (parts may overlap)"] * len(phases)
+        assert [line.split(": ")[1] for line in lines] == parts
+
+
+def test_phases_count_from_the_begin_of_the_process():
+    begun = progress.count_seconds()
+    with progress.timing("imports", 0.0):
+        pass
+    phase = progress.PHASES.pop()
+    assert phase.begun == 0 and begun <= phase.seconds <= progress.count_seconds()
+    assert 0 < begun < time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Terminal(io.StringIO):

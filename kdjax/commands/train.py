@@ -37,6 +37,7 @@ from kdjax.errors import (
     reporting,
 )
 from kdjax.formats.saved import CHECKPOINTS, saved_steps
+from kdjax.progress import timing
 from kdjax.training.hooks import exit_status
 from kdjax.watch.smoke import Verdict
 
@@ -83,7 +84,8 @@ def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
     verdict = Verdict(config) if config.smoke.steps else None
     try:
         # Importing JAX takes a second, in which a signal may arrive.
-        from kdjax.watch.run import distill
+        with timing("imports", 0.0):
+            from kdjax.watch.run import distill
 
         reason = distill(config, workdir, verdict=verdict, **options)
     except (KdjaxError, OSError) as error:

@@ -42,6 +42,7 @@ from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import Compute, DecoderFunctions, Params, functional, initialise
 from kdjax.models.loading import load_params
 from kdjax.models.model import Model
+from kdjax.progress import timing
 from kdjax.training import optim
 from kdjax.training.forms import form_of
 from kdjax.training.identity import check_same_run, describe_cache, identify
@@ -238,10 +239,12 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
 
     Raises `UserError` for anything that a user can fix.
     """
-    placement, pair, plan = survey(config)
+    with timing("headers and plan"):
+        placement, pair, plan = survey(config)
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
-    rows = prepare_all(config, pair)
+    with timing("text"):
+        rows = prepare_all(config, pair)
     warn_of_readings(config.train, count_own_rows(config), rows)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(hash_models, pair)
@@ -255,9 +258,12 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
             read = list_read_rows(config.train, rows, last_step(config))
             cache = open_caches(config.teacher.cache, specs, read)
             _log.info("%s", cache)
-        teacher, step, schedule = build_step(
-            config, pair, placement, plan.kind, user_code=user_code
-        )
+        with timing("teacher"):
+            teacher, step, schedule = build_step(
+                config, pair, placement, plan.kind, user_code=user_code
+            )
+        with timing("hashes"):
+            hashed.result()
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
     made_of |= hash_imatrix(config.student) | user_code.identify(step.abstract)
     if user_code.batches is None:

@@ -15,6 +15,7 @@ from kdjax.config import last_step
 from kdjax.device.cluster import SharedFlag
 from kdjax.errors import WriteError
 from kdjax.formats.saved import FORM, UNDECAYED
+from kdjax.progress import timing
 from kdjax.training.best import Judge
 from kdjax.training.clock import Clock
 from kdjax.training.heldout import merge_sums, read_sums, split_figures
@@ -78,7 +79,8 @@ def train(
     record = {} if latest is None else job.read_record(latest)
     if is_finished(latest, job.config, job.workdir):
         return "finished"
-    state = job.restore(checkpoints)
+    with timing("student"):
+        state = job.restore(checkpoints)
     run = Run(
         workdir=job.workdir,
         start_step=int(state.step),
@@ -160,7 +162,8 @@ class _Loop:
 
     def _begin(self, state: TrainState) -> None:
         """Evaluates the student before training, and saves it if it may be exported."""
-        self._evaluate(0, state)
+        with timing("evaluation"):
+            self._evaluate(0, state)
         self._judge.begin()
         config, form = self._job.config, self._job.step.spec.form
         if (form.rounds or config.eval.best) and self._checkpoints.latest() is None:

@@ -22,6 +22,7 @@ from kdjax.hub import fetch_files
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.layers import LayerLoss
 from kdjax.models.decoder import DecoderFunctions
+from kdjax.progress import PHASES, timing
 from kdjax.training.forms import form_of
 from kdjax.training.hooks import Hook, StepRecord
 from kdjax.training.inputs import check_finished
@@ -85,9 +86,12 @@ def distill(
     validate(config)
     config = user_code.name_loss(config)
     with contextlib.ExitStack() as held:
+        held.callback(PHASES.clear)
         joined = cluster.started(distributed, join_timeout, suits_cpu=suits_cpu)
-        devices = held.enter_context(joined)
-        config = fetch_files(config, check=functools.partial(survey, whole=False))
+        with timing("devices"):
+            devices = held.enter_context(joined)
+        with timing("downloads"):
+            config = fetch_files(config, check=functools.partial(survey, whole=False))
         held.enter_context(_naming_checkpoint(workdir))
         held.enter_context(_holding(workdir))
         cluster.check_agreement("config", flatten(config))

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from kdjax.data.rollouts import ROUND
 from kdjax.errors import UserError
 from kdjax.formats.files import replacing, writing
+from kdjax.progress import PHASES, Phase, count_seconds, describe_phases
 from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
 
 METRICS = "metrics.jsonl"
@@ -210,6 +211,10 @@ class Terminal(Hook):
             self._bar.update(self._task, completed=record.step, description=line)
         if record.step % run.log_every == 0 or first or record.step == run.total_steps:
             self._print(f"step {record.step:>6}/{run.total_steps}  {line}")
+        if first and PHASES:
+            begun = count_seconds() - record.seconds
+            PHASES.append(Phase("first step", begun, record.seconds))
+            self._print(describe_phases())
         enough = self._steps >= self._FIRST_PACE <= self._seconds
         if self._bar is None and enough and not self._foretold and record.step < run.total_steps:
             self._foretold = True
