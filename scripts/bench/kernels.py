@@ -1,4 +1,4 @@
-"""Times kernels against their definitions in plain JAX and against what libraries ship.
+"""Times kernels against their definitions in plain JAX and against what JAX ships.
 
     python -m scripts.bench.kernels --json=kernels.json
     python -m scripts.bench.kernels --only=float8,experts
@@ -103,7 +103,7 @@ def make_float8(rows: int, width: int, inner: int) -> list[Case]:
 
 
 def make_experts(rows: int, width: int, inner: int, count: int, used: int) -> list[Case]:
-    """A layer of experts: kernels of tiles, and products of groups as JAX and tokamax ship them."""
+    """A layer of experts: kernels of tiles, and products of groups as JAX ships them."""
     x = draw(0, rows, width)
     gate, up = (draw(n, count, inner, width, scale=width**-0.5) for n in (1, 2))
     down = draw(3, count, width, inner, scale=inner**-0.5)
@@ -128,11 +128,6 @@ def make_experts(rows: int, width: int, inner: int, count: int, used: int) -> li
         blocks |= dict(max_concurrent_steps=4, transpose_rhs=True)
         return ragged_dot_mgpu.ragged_dot(x, weight, group_sizes=sizes, **blocks)
 
-    def by_tokamax(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-        import tokamax  # type: ignore[import-not-found]
-
-        return tokamax.ragged_dot(x, weight.swapaxes(1, 2), sizes, implementation="mosaic")
-
     def by_jax(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)
 
@@ -145,7 +140,6 @@ def make_experts(rows: int, width: int, inner: int, count: int, used: int) -> li
         "ragged_dot": functools.partial(sort, by_jax),
         "mosaic 64": functools.partial(sort, functools.partial(by_mosaic, tile=64)),
         "mosaic 128": functools.partial(sort, functools.partial(by_mosaic, tile=128)),
-        "tokamax": functools.partial(sort, by_tokamax),
     }
     name = f"experts [{rows}, {width}], {used} of {count} of {inner}"
     return [Case(name, forms, (x, *choice(x, router), gate, up, down))]
