@@ -139,10 +139,10 @@ def tree_bytes(abstract: Any, mesh: Mesh) -> float:
 def splits_state(mesh: Mesh) -> bool:
     """Whether the GPUs of a process, `data` alone, each store 1 / N of masters and moments.
 
-    Each gathers the others' parts in the compute dtype, a layer at a time, gets the sum of all
-    gradients of its own part, and updates it. That moves 3 bytes for each 4 of one sum of
-    gradients, and copy engines move them during the products. Several processes, and GPUs that may
-    not reach each other's memory, store everything and add gradients up once.
+    Each gathers the others' parts in the compute dtype, a layer at a time. It receives the summed
+    gradient of the part that it stores, and updates this part. The parts take 3 bytes where one sum
+    of gradients takes 4, and copy engines move them during the products. Several processes, and
+    GPUs that may not reach each other's memory, store everything and add gradients up once.
     """
     if mesh.size == 1 or mesh.shape["data"] != mesh.size:
         return False

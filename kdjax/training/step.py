@@ -794,10 +794,9 @@ def _choose_kind(
 
 
 def _splits(spec: StepSpec, placement: Placement) -> bool:
-    """Whether masters are split: not those of a custom module, which gathers none.
+    """Whether masters are split. Only a `Decoder` gathers them; a custom module does not.
 
-    Nor where layers are a loop, in which each gather would be waited for, and where gradients are
-    rounded to another dtype, which only one sum does.
+    A loop over layers would wait for each gather, and only one sum rounds gradients to a dtype.
     """
     student = spec.student
     gathers = isinstance(student, DecoderFunctions) and not student.compute.scan
