@@ -83,7 +83,7 @@ class StudentConfig:
     path: str = ""  # as teacher.path; with init=random only its shapes are read
     layers: str = ""  # keep these layers only, such as 0,3,7,23, for a fast draft; "": all
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
-    quantize: str = ""  # quantization-aware, for a GGUF of q4_0, or q4_k_m,embed=Q8_0; "": no
+    quantize: str = ""  # quantization-aware: q4_0, a file of types, or q4_k_m,embed=Q8_0; "": no
     imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix that weights rounding errors
     head: str = "auto"  # auto | tied | untied; auto ties if the file stores one matrix for both
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory

@@ -145,7 +145,8 @@ def _parser() -> Parser:
     text = "f32, the default, keeps every bit; hf: f32, f16, bf16; apr: those, q4_k_m and q6_k; "
     text += "gguf: by default the blocks that a run with student.quantize trained, or that a file "
     text += "stores"
-    parser.add_argument("--type", choices=GGUF_TYPES, help=text)
+    text += f". A file of types, or one of {', '.join(GGUF_TYPES)}"
+    parser.add_argument("--type", help=text)
     text = "the float32 masters of a run with student.quantize, in place of its blocks"
     parser.add_argument("--masters", action="store_true", help=text)
     text = "gguf: a file of `kdjax imatrix` or llama-imatrix, which weights the errors "

@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,15 +19,17 @@ from kdjax.export.staging import stage, write_json
 from kdjax.export.weights import Tensor, list_tensors
 from kdjax.formats.apr.table import DTYPES, write_apr
 from kdjax.formats.files import TensorToWrite
-from kdjax.formats.gguf import write_gguf
+from kdjax.formats.gguf import count_gguf, write_gguf
 from kdjax.formats.imatrix import read_importance
 from kdjax.formats.kquants import WEIGHED
-from kdjax.formats.recipes import RECIPES, tensor_type
+from kdjax.formats.recipes import RECIPES
 from kdjax.formats.safetensors import SHARD_BYTES, write_folder
 from kdjax.formats.table import TensorTable
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint
+from kdjax.models.decoder import Compute, functional
 from kdjax.models.families import FAMILIES
+from kdjax.models.mixture import Mixture
 from kdjax.models.model import Model
 from kdjax.models.names import list_fused
 from kdjax.models.ropes import rope_tensors
@@ -53,31 +55,25 @@ class _Source(NamedTuple):
     tokenizer: Tokenizer
     files: TokenizerFiles
 
-    def choose_types(self, kind: str | None) -> list[str]:
+    def choose_types(self, kind: str | Mixture | None) -> list[str]:
         """Block type that `llama-quantize` chooses for each tensor; None keeps the stored one."""
         if kind is None:
             return [tensor.blocks.block if tensor.blocks else "F32" for tensor in self.tensors]
-        model = {
-            "layers": self.spec.num_layers,
-            "groups": self.spec.num_heads // self.spec.num_kv_heads,
-            "tied": self.spec.tied,
-            "experts": self.spec.experts,
-            "fused": FAMILIES[self.spec.family].fused,
-        }
-        return [
-            tensor_type(RECIPES[kind], tensor.path, tensor.layer or 0, tensor.shape[-1], **model)
-            for tensor in self.tensors
-        ]
+        if kind == "f32":
+            return ["F32"] * len(self.tensors)
+        mixture = kind if isinstance(kind, Mixture) else Mixture.named(kind, self.spec)
+        return [mixture.type_of(tensor.path, tensor.layer) for tensor in self.tensors]
 
-    def choose_file_type(self, kind: str | None) -> int:
+    def choose_file_type(self, kind: str | Mixture | None) -> int:
         """`general.file_type`; for a mixture that is not a recipe, that of its commonest type."""
-        kept = self.choose_types(None)
-        if kind is None:
-            kind = next((name for name in RECIPES if self.choose_types(name) == kept), None)
-        return RECIPES[kind].file_type if kind else _file_type(kept)
+        if isinstance(kind, str) and kind in RECIPES:
+            return RECIPES[kind].file_type
+        types = self.choose_types(kind)
+        name = next((name for name in RECIPES if self.choose_types(name) == types), None)
+        return RECIPES[name].file_type if name else _file_type(types)
 
     def encode(
-        self, kind: str | None, importance: Mapping[str, np.ndarray] | None = None
+        self, kind: str | Mixture | None, importance: Mapping[str, np.ndarray] | None = None
     ) -> list[TensorToWrite]:
         """Every tensor with its type by `choose_types`.
 
@@ -237,26 +233,44 @@ def export_gguf(
     imatrix: PathLike = "",
     overwrite: bool = False,
 ) -> ExportSummary:
-    """Writes a GGUF file that llama.cpp loads; `dtype` is one of `GGUF_TYPES`.
+    """Writes a GGUF file that llama.cpp loads; `dtype` is one of `GGUF_TYPES`, or a file of types.
 
-    Block types are chosen as `llama-quantize` does; norms and biases are F32. By default numbers
-    are F32, and blocks of the model (`Step.pack`) are written as they are. `imatrix` is a file of
-    llama-imatrix: it weights errors by the importance of their inputs. Header and tokenizer are
-    kept if the model came from a GGUF file. Arguments and errors: see `export_hf`.
+    Block types are chosen as `llama-quantize` does; norms and biases are F32. A file is as
+    `llama-quantize --tensor-type-file` reads it; types may also be named (`student.quantize`). By
+    default numbers are F32, and blocks of the model (`Step.pack`) are written as they are.
+    `imatrix` is a file of llama-imatrix: it weights errors by the importance of their inputs.
+    Header and tokenizer are kept if the model came from a GGUF file. Arguments and errors: see
+    `export_hf`.
     """
-    if dtype is not None:
+    if dtype is not None and not ("=" in dtype or "," in dtype or Path(dtype).is_file()):
         _check_type(dtype, GGUF_TYPES, "a GGUF file")
     source = _open_source(model, dtype, gguf=True)
-    spec, tensors, header, tokenizer, files = source
+    metadata, rows = _list_gguf(source, dtype, read_importance(imatrix) if imatrix else None)
+    with stage(Path(out), folder=False, overwrite=overwrite) as aside:
+        write_gguf(aside, metadata, rows)
+        return check_export(aside, source.tensors, source.spec, source.tokenizer)
+
+
+def _list_gguf(
+    source: _Source, dtype: str | Mixture | None, importance: Mapping[str, np.ndarray] | None = None
+) -> tuple[dict[str, Any], list[TensorToWrite]]:
+    """Metadata and tensors of a GGUF file."""
+    spec, _, header, tokenizer, files = source
     values = vocabulary.gguf_values(tokenizer, files, spec.vocab_size)
-    encoded = source.encode(dtype, read_importance(imatrix) if imatrix else None)
-    rows = _fuse(encoded, spec, gguf=True)
+    rows = _fuse(source.encode(dtype, importance), spec, gguf=True)
     metadata = headers.gguf_metadata(spec, header, source.choose_file_type(dtype), values)
     for name, divisors in rope_tensors(spec.rope, spec.head_dim).items():
         rows.append((name, "F32", divisors.shape, divisors.view(np.uint8)))
-    with stage(Path(out), folder=False, overwrite=overwrite) as aside:
-        write_gguf(aside, metadata, rows)
-        return check_export(aside, tensors, spec, tokenizer)
+    return metadata, rows
+
+
+def count_gguf_bytes(checkpoint: Checkpoint, dtype: str | Mixture) -> int:
+    """Bytes of the file that `export_gguf` would write of a checkpoint; reads no weights."""
+    functions, shapes = functional(checkpoint.spec, Compute())
+    empty = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), shapes)
+    spec, rows = checkpoint.spec, checkpoint.spec.vocab_size
+    model = Model(functions, empty, rows, spec=spec, checkpoint=checkpoint)
+    return count_gguf(*_list_gguf(_open_source(model, "f32", gguf=True), dtype))
 
 
 def _file_type(types: list[str]) -> int:

@@ -8,7 +8,7 @@ import collections
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -333,6 +333,30 @@ def _pack_value(key: str, value: object) -> bytes:
     return kind + array.tobytes()
 
 
+def _lay_out(
+    path: Path, metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]
+) -> tuple[bytes, list[int], int]:
+    """The header, the bytes of each tensor, and what their starts are multiples of."""
+    alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+    pairs = [_pack_string(key) + _pack_value(key, value) for key, value in metadata.items()]
+    header = [_MAGIC, struct.pack("<IQQ", _VERSIONS[-1], len(tensors), len(pairs)), *pairs]
+    sizes, offset = [], 0
+    for name, dtype, shape, _ in tensors:
+        nbytes = tensor_bytes(path, name, dtype, shape)
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        kind = struct.pack("<IQ", BLOCKS[dtype].ggml, offset)
+        header += [_pack_string(name), dims, kind]
+        sizes.append(nbytes)
+        offset += -(-nbytes // alignment) * alignment
+    return b"".join(header), sizes, alignment
+
+
+def count_gguf(metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> int:
+    """Bytes of the file that `write_gguf` would write; no data is read."""
+    header, sizes, alignment = _lay_out(Path("a GGUF file"), metadata, tensors)
+    return sum(-(-nbytes // alignment) * alignment for nbytes in (len(header), *sizes))
+
+
 def write_gguf(
     path: str | os.PathLike[str],
     metadata: Mapping[str, Any],
@@ -346,19 +370,9 @@ def write_gguf(
     for data whose size differs from what its shape and type say.
     """
     path, tensors = Path(path), list(tensors)
-    alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-    pairs = [_pack_string(key) + _pack_value(key, value) for key, value in metadata.items()]
-    header = [_MAGIC, struct.pack("<IQQ", _VERSIONS[-1], len(tensors), len(pairs)), *pairs]
-    sizes, offset = [], 0
-    for name, dtype, shape, _ in tensors:
-        nbytes = tensor_bytes(path, name, dtype, shape)
-        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        kind = struct.pack("<IQ", BLOCKS[dtype].ggml, offset)
-        header += [_pack_string(name), dims, kind]
-        sizes.append(nbytes)
-        offset += -(-nbytes // alignment) * alignment
+    header, sizes, alignment = _lay_out(path, metadata, tensors)
     with replacing(path) as file:
-        file.write(b"".join(header))
+        file.write(header)
         for (name, *_, data), nbytes in zip(
             counted(tensors, "tensors written"), sizes, strict=True
         ):

@@ -5,10 +5,13 @@ queries, keys and values as one of values (releases before March 2026 made it Q5
 Norms, biases and routers stay F32.
 """
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from kdjax.errors import UserError
+from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.blocks import BLOCKS, ENCODED
 
 
@@ -126,30 +129,112 @@ def parts_by_type(types: Sequence[str]) -> list[tuple[str, tuple[int, ...] | Non
     ]
 
 
-def split_types(text: str) -> tuple[Recipe | None, dict[tuple[str, ...], str]]:
-    """Parses `"q4_k_m,embed=Q8_0"`: the recipe, None without one, and types by prefix of a path.
+class NamedTypes(NamedTuple):
+    """A text that names block types, such as `"q4_k_m,types.txt,embed=Q8_0"`, in its parts."""
+
+    recipe: Recipe | None
+    prefixes: dict[tuple[str, ...], str]  # types by the beginning of a parameter's path
+    patterns: list[tuple[str, str]]  # of files: regular expressions of tensors' names, and types
+
+
+def split_types(text: str) -> NamedTypes:
+    """Parses `"q4_k_m,embed=Q8_0"`: a recipe or none, files of types, types by prefix of a path.
 
     Raises `UserError` for an unknown recipe, and for a type without an encoder.
     """
     first, *others = text.split(",")
     recipe = RECIPES.get(first.strip().lower())
-    if recipe is None and "=" not in first:
+    if recipe is None and "=" not in first and not Path(first).is_file():
         raise UserError(
-            f"found quantize={text!r}; expected a recipe ({', '.join(RECIPES)}), or types by the "
-            "beginning of a parameter's name, such as blocks=Q4_0 or q4_k_m,embed=Q8_0."
+            f"found quantize={text!r}; expected a recipe ({', '.join(RECIPES)}), a file of types "
+            "as `llama-quantize --tensor-type-file` reads it, or types by the beginning of a "
+            "parameter's name, such as blocks=Q4_0 or q4_k_m,embed=Q8_0."
         )
-    types = {}
+    types, patterns = {}, []
     for part in others if recipe else [first, *others]:
         name, equals, dtype = part.strip().partition("=")
+        if not equals and Path(name).is_file():
+            patterns += read_types(name)
+            continue
         if not equals:
-            raise UserError(f"quantize={text!r}: found {part!r}; expected NAME=TYPE.")
-        if dtype.upper() not in ENCODED:
-            raise UserError(
-                f"quantize={text!r}: found type {dtype!r}, which cannot be trained; expected one "
-                f"of {', '.join(ENCODED)}."
-            )
+            expected = "expected NAME=TYPE, or a file of types"
+            raise UserError(f"quantize={text!r}: found {part!r}; {expected}.")
+        _check_writable(f"quantize={text!r}", dtype)
         types[tuple(name.strip("/").split("/"))] = dtype.upper()
-    return recipe, types
+    return NamedTypes(recipe, types, patterns)
+
+
+def _check_writable(source: object, dtype: str) -> None:
+    if dtype.upper() not in ENCODED:
+        raise UserError(
+            f"{source}: found type {dtype!r}, which cannot be trained; expected one "
+            f"of {', '.join(ENCODED)}."
+        )
+
+
+def read_types(path: str | Path) -> list[tuple[str, str]]:
+    """Reads a file of `llama-quantize --tensor-type-file`: NAME=TYPE, separated by white space.
+
+    NAME is a regular expression that is searched for in a tensor's name; the first that is found
+    counts. Raises `UserError` for a file of another form.
+    """
+    try:
+        words = Path(path).read_text(encoding="utf-8").split()
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path}: no such file of types.") from error
+    except (UnicodeDecodeError, IsADirectoryError) as error:
+        raise UserError(f"{path}: found no text; expected lines of NAME=TYPE.") from error
+    found = []
+    for word in words:
+        name, equals, dtype = word.rpartition("=")
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise UserError(f"{path}: found {word!r}, no regular expression ({error}).") from error
+        if not (name and equals):
+            raise UserError(f"{path}: found {word[:80]!r}; expected NAME=TYPE.")
+        _check_writable(path, dtype)
+        found.append((name, dtype.upper()))
+    if not found:
+        raise UserError(f"{path}: found no type; expected lines of NAME=TYPE.")
+    return found
+
+
+def format_types(types: Mapping[str, str]) -> str:
+    """Writes types by tensor's name as `read_types` and llama-quantize read them."""
+    lines = (f"^{re.escape(name)}$={dtype.lower()}" for name, dtype in types.items())
+    return "\n".join(lines) + "\n"
+
+
+def identify_types(text: str) -> str:
+    """The text with the content of each file of types, as a hash, in place of its name."""
+
+    def one(part: str) -> str:
+        name = part.strip()
+        if "=" in name or name.lower() in RECIPES or not Path(name).is_file():
+            return part
+        return "sha256:" + hashlib.sha256(Path(name).read_bytes()).hexdigest()
+
+    return ",".join(map(one, text.split(","))) if text else text
+
+
+def is_vector(path: tuple[str, ...], width: int) -> bool:
+    """Whether every recipe leaves a parameter F32: norms, biases, routers."""
+    sizes: dict[str, Any] = dict(layers=1, groups=1, tied=False)
+    return tensor_type(RECIPES["f16"], path, 0, width, **sizes) == "F32"
+
+
+def _apply_patterns(
+    types: list[str], patterns: Sequence[tuple[str, str]], names: Sequence[str], width: int
+) -> list[str]:
+    """The types of a parameter's layers after files of types, as llama-quantize applies these."""
+    if not (patterns and names):
+        return types
+    chosen = list(types)
+    for i, name in enumerate(names):
+        found = next((dtype for pattern, dtype in patterns if re.search(pattern, name)), None)
+        chosen[i] = chosen[i] if found is None else fitting(found, width)
+    return chosen
 
 
 def choose_types(
@@ -162,15 +247,17 @@ def choose_types(
     experts: int = 0,
     fused: bool = False,
     stacks: Mapping[str, Sequence[int]] | None = None,
+    tensors: Mapping[tuple[str, ...], Sequence[str]] | None = None,
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
     """Chooses the block types of a tree's matrices, one for each stacked layer; leaves out F32.
 
     `text` is parsed by `split_types`; the model's sizes are as for `tensor_type`; `stacks` holds
-    the layers' numbers under each name, by default all under `blocks`. Raises `UserError` also for
-    names that no parameter begins with, for rows that do not fill complete blocks of their type,
-    and if nothing is left to round.
+    the layers' numbers under each name, by default all under `blocks`; `tensors` the names in GGUF
+    that files of types choose by, one for each layer. Raises `UserError` also for names that no
+    parameter begins with, for rows that do not fill complete blocks of their type, and if nothing
+    is left to round.
     """
-    recipe, given = split_types(text)
+    recipe, given, patterns = split_types(text)
     used: set[tuple[str, ...]] = set()
     chosen = {}
     for path, shape in shapes.items():
@@ -182,15 +269,22 @@ def choose_types(
         base = recipe or RECIPES["f32"]
         types = [tensor_type(base, path, i, shape[-1], **model) for i in numbers]
         # A name selects matrices: other parameters under it stay as numbers.
-        vector = tensor_type(RECIPES["f16"], path, 0, shape[-1], **model) == "F32"
+        vector = is_vector(path, shape[-1])
+        if not vector:
+            types = _apply_patterns(types, patterns, (tensors or {}).get(path, ()), shape[-1])
         if matches and not vector:
-            dtype = given[max(matches, key=len)]
+            types = [given[max(matches, key=len)]] * len(numbers)
+        for dtype in set(types):
             if shape[-1] % BLOCKS[dtype].elements:
                 raise UserError(
                     f"quantize={text!r}: found rows of {shape[-1]} in {'/'.join(path)}; expected "
                     f"complete blocks of {BLOCKS[dtype].elements} for {dtype}. Name another type."
                 )
-            types = [dtype] * len(numbers)
+        if patterns and "F32" in types and set(types) != {"F32"}:
+            raise UserError(
+                f"quantize={text!r}: found types for some layers of {'/'.join(path)} alone; "
+                "expected one for each. Put a recipe before the file, such as q8_0,types.txt."
+            )
         if set(types) != {"F32"}:
             chosen[path] = tuple(types)
     unknown = ["/".join(name) for name in given if name not in used]

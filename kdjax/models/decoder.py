@@ -469,6 +469,19 @@ class Decoder(nnx.Module):
         self, tokens: Array, segment_ids: Array, positions: Array, *, keep_layers: bool = False
     ) -> tuple[Array, Array | None]:
         """Hidden states; with `keep_layers` also each layer's output `[L, B, T, D]`, for parity."""
+        x = self.embed_tokens(tokens)
+        x, outputs = self.read_segments(x, segment_ids, positions, keep_layers=keep_layers)
+        return self.finish(x), _stack_layers(outputs)
+
+    def read_segments(
+        self,
+        x: Float[Array, "B T D"],
+        segment_ids: Array,
+        positions: Array,
+        *,
+        keep_layers: bool = False,
+    ) -> tuple[Array, list[Any]]:
+        """The last layer's output, before the final norm, and the outputs of `run_layers`."""
         angles = self.compute_angles(positions)
 
         def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, Array | None]:
@@ -477,8 +490,7 @@ class Decoder(nnx.Module):
             x, _ = block(x, self.make_turn(positions, angles, kind), mix, recall)
             return x, (x if keep_layers else None)
 
-        x, outputs = self.run_layers(layer, self.embed_tokens(tokens), trained=True)
-        return self.finish(x), _stack_layers(outputs)
+        return self.run_layers(layer, x, trained=True)
 
     def run_layers(
         self,
@@ -1065,6 +1077,8 @@ class DecoderFunctions(ModuleFunctions):
         """See `Decoder.stored_head`."""
         return self.merge(params).stored_head()
 
+    embed_tokens = _of_params(Decoder.embed_tokens)
+    read_segments = _of_params(Decoder.read_segments)
     hidden_in_parts = _of_params(Decoder.hidden_in_parts)
     prefill = _of_params(Decoder.prefill)
     prefill_whole = _of_params(Decoder.prefill_whole)

@@ -31,7 +31,7 @@ from kdjax.errors import UserError
 from kdjax.formats.blocks import Scales, decode_fields, encode_fields, fit_rows, is_cut
 from kdjax.formats.imatrix import read_importance
 from kdjax.formats.kquants import WEIGHED
-from kdjax.formats.recipes import choose_types, parts_by_type
+from kdjax.formats.recipes import parts_by_type
 from kdjax.formats.saved import BLOCK, LORA
 from kdjax.models.adapters import (
     Lora,
@@ -46,8 +46,8 @@ from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.draft_functions import DraftFunctions, draw_block, shape_block
-from kdjax.models.families import FAMILIES
 from kdjax.models.lora import read_numbers
+from kdjax.models.mixture import Mixture
 from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.models.names import list_fused, name_of
 from kdjax.models.nextn import attach_block, find_block
@@ -549,10 +549,11 @@ class DraftBlock(Form):
 class Rounded(Form):
     """The student rounded to the block types of a GGUF file; gradients go straight through.
 
-    `text` is a recipe of `export_gguf`, or types by name (`recipes.split_types`). The form `of`
-    computes the parameters that are rounded: the masters, or, for a student with adapters, base +
-    scale B A, of which the adapters are trained. The exporter's search fits the scales of every
-    block once, at the start; `imatrix`, a file of llama-imatrix, weights the errors of this fit.
+    `text` is a recipe of `export_gguf`, a file of types, or types by name
+    (`recipes.split_types`). The form `of` computes the parameters that are rounded: the masters,
+    or, for a student with adapters, base + scale B A, of which the adapters are trained. The
+    exporter's search fits the scales of every block once, at the start; `imatrix`, a file of
+    llama-imatrix, weights the errors of this fit.
     Each step rounds to the integers of these scales, which are equal on every backend. State and
     checkpoints have the scales, and an export writes the integers that belong to them.
 
@@ -606,21 +607,10 @@ class Rounded(Form):
                 "that kdjax knows the architecture of: block types are chosen by the names of its "
                 "parameters."
             )
-        shapes = _flatten(functional(spec, Compute())[1])
-        chosen = choose_types(
-            self.text,
-            {path: tuple(leaf.shape) for path, leaf in shapes.items()},
-            layers=spec.num_layers,
-            groups=spec.num_heads // spec.num_kv_heads,
-            tied=spec.tied,
-            experts=spec.experts,
-            fused=FAMILIES[spec.family].fused,
-            stacks={name: spec.places(delta=delta) for name, delta in STACKS.items()},
-        )
-        types = tuple(sorted(chosen.items()))
-        weighed = [path for path, kinds in chosen.items() if not WEIGHED.isdisjoint(kinds)]
-        importance = _spread_importance(self.imatrix, weighed, spec) if self.imatrix else {}
-        return dataclasses.replace(self, types=types, importance=importance)
+        mixture = Mixture.named(self.text, spec)
+        weighed = [path for path, kinds in mixture.types if not WEIGHED.isdisjoint(kinds)]
+        importance = spread_importance(self.imatrix, weighed, spec) if self.imatrix else {}
+        return dataclasses.replace(self, types=mixture.types, importance=importance)
 
     def masters(self, params: Params) -> Params:
         """Selects the inner form's masters."""
@@ -845,7 +835,7 @@ def _take(x: Array, layers: tuple[int, ...] | None) -> Array:
     return x if layers is None else x[jnp.asarray(layers)]
 
 
-def _spread_importance(
+def spread_importance(
     file: str, paths: Iterable[tuple[str, ...]], spec: ArchSpec
 ) -> dict[tuple[str, ...], np.ndarray]:
     """Stacks the means of a file of llama-imatrix by layer; leaves out paths that it lacks.

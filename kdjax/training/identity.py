@@ -22,6 +22,7 @@ from kdjax.config import (
 from kdjax.data.rows import RowSet
 from kdjax.data.teacher_cache import CacheSpec
 from kdjax.errors import UserError
+from kdjax.formats.recipes import identify_types
 from kdjax.training.pair import Pair
 from kdjax.training.teachers import CachedHidden, CachedTopK
 
@@ -81,7 +82,8 @@ def _flatten(config: Config) -> dict[str, Any]:
         "teacher.weights": name_numbers(config.teacher.weights),
         "student.lora.weights": name_numbers(config.student.lora.weights),
     }
-    return flatten(config) | weights
+    types = {"student.quantize": identify_types(config.student.quantize)}
+    return flatten(config) | weights | types
 
 
 def _select_decisive(fields: Mapping[str, Any]) -> dict[str, Any]:

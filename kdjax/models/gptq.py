@@ -1,0 +1,199 @@
+"""Rounds matrices to GGML blocks so that what one column loses is made up for by the next ones.
+
+GPTQ (Frantar et al. 2022, arXiv:2210.17323) with the blocks of GGUF: the scales of a block are
+fitted, by the exporter's search, to the numbers that the columns before it have left; its columns
+are then rounded one after another with these scales. The numbers just before they are rounded are
+masters to train from: with these scales they round to the same blocks.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, Float
+
+from kdjax.errors import UserError
+from kdjax.formats.blocks import BLOCKS, Scales, decode_fields, encode_fields, fit_rows
+from kdjax.models.arch import STACKS, ArchSpec
+from kdjax.models.decoder import DecoderFunctions, Params, functional
+from kdjax.models.mixture import Mixture
+from kdjax.models.model import Model
+from kdjax.models.weights import Adapted
+from kdjax.progress import counted
+
+DAMP = 0.01  # share of the mean of the Hessian's diagonal that is added to the diagonal
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "columns"))
+def round_matrix(
+    w: Float[Array, "out n"],
+    hessian: Float[Array, "n n"],
+    dtype: str,
+    damp: float | Array = DAMP,
+    *,
+    columns: bool = True,
+) -> tuple[Array, Scales, Array]:
+    """Returns masters `[out, n]`, the scales of their blocks, and the rounded numbers.
+
+    `hessian` is the sum of outer products of the inputs. With `columns` what a column loses is made
+    up for within its block, too; without it only by later blocks, whose masters have no other
+    scales than those that a search finds.
+    """
+    size, (rows, width) = BLOCKS[dtype].elements, w.shape
+    w, diagonal = w.astype(jnp.float32), jnp.diagonal(hessian)
+    dead = diagonal == 0
+    damped = hessian + jnp.diag(jnp.where(dead, 1.0, damp * jnp.mean(diagonal)))
+    lower = jax.scipy.linalg.cho_factor(damped, lower=True)
+    inverse = jax.scipy.linalg.cho_solve(lower, jnp.eye(width))
+    upper = jnp.linalg.cholesky(inverse).T  # U^T U is the inverse
+    importance = jnp.where(dead, 0.0, diagonal) + 1e-8 * jnp.mean(diagonal) + 1e-30
+
+    def run_block(w: Array, number: Array) -> tuple[Array, tuple[Any, ...]]:
+        start = number * size
+        part = jax.lax.dynamic_slice(w, (0, start), (rows, size))
+        weights = jax.lax.dynamic_slice(importance, (start,), (size,))
+        scales = fit_rows(part, dtype, jnp.broadcast_to(weights, part.shape))
+        own = jax.lax.dynamic_slice(upper, (start, start), (size, size))
+        masters, lost = _round_columns(part, own, dtype, scales) if columns else (part, None)
+        rounded = decode_fields(encode_fields(masters, dtype, scales), dtype)
+        if lost is None:
+            lost = jax.scipy.linalg.solve_triangular(own.T, (part - rounded).T, lower=True).T
+        later = jax.lax.dynamic_slice(upper, (start, 0), (size, width))
+        later = jnp.where(jnp.arange(width)[None] >= start + size, later, 0.0)
+        w = w - jnp.matmul(lost, later, precision=jax.lax.Precision.HIGHEST)
+        return w, (masters, scales, rounded)
+
+    _, (masters, scales, rounded) = jax.lax.scan(run_block, w, jnp.arange(width // size))
+    # A block's scales are [blocks, out, 1, ...]: one block a row.
+    scales = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1, *x.shape[3:]), scales)
+    masters, rounded = (jnp.moveaxis(x, 0, 1).reshape(rows, width) for x in (masters, rounded))
+    return masters, scales, rounded
+
+
+def _round_columns(part: Array, upper: Array, dtype: str, scales: Scales) -> tuple[Array, Array]:
+    """A block's numbers just before each column is rounded, and what each column lost / U_jj."""
+    at = jnp.arange(part.shape[1])
+
+    def step(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        masters, lost = carry
+        rounded = decode_fields(encode_fields(masters, dtype, scales), dtype)
+        one = (at == j)[None]
+        error = jnp.sum(jnp.where(one, masters - rounded, 0), axis=1) / upper[j, j]
+        masters = masters - error[:, None] * jnp.where(at > j, upper[j], 0.0)[None]
+        return masters, jnp.where(one, error[:, None], lost)
+
+    return jax.lax.fori_loop(0, part.shape[1], step, (part, jnp.zeros_like(part)))
+
+
+def _cut_layer(model: Model, index: int) -> DecoderFunctions:
+    """The functions of one layer alone; equal, and compiled once, for layers of one kind."""
+    spec, functions = model.spec, model.functions
+    assert spec is not None and isinstance(functions, DecoderFunctions)
+    one = dataclasses.replace(spec, layers=(spec.layers[index],))
+    return functional(one, functions.compute)[0]
+
+
+def round_layers(
+    model: Model,
+    batches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    mixture: Mixture,
+    damp: float = DAMP,
+    *,
+    columns: bool = True,
+) -> tuple[Params, dict[tuple[str, ...], Any]]:
+    """Rounds the matrices of all layers, one layer after the other, on text.
+
+    `batches` are tokens, segment ids and positions. Each layer reads what the rounded layers before
+    it make of the text, so that one layer's Hessians are in memory at a time. Returns float32
+    masters, and for each rounded path and type its scales, as `training.forms.Rounded` stores them.
+    Raises `UserError` for a model with experts or delta layers.
+    """
+    spec = model.spec
+    if spec is None or spec.experts or spec.places(delta=True) or spec.drafts:
+        raise UserError(
+            f"{model.name}: found experts, delta layers or a block that drafts; expected a dense "
+            "model. Leave the start by Hessians out."
+        )
+    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
+    types = {path: kinds for path, kinds in mixture.types if path[0] in STACKS}
+    found: dict[tuple[str, ...], list[Any]] = {path: [] for path in types}
+    functions = model.functions
+    assert isinstance(functions, DecoderFunctions)
+    embed = jax.jit(functions.embed_tokens)
+    columns_of = [(jnp.asarray(segments), jnp.asarray(places)) for _, segments, places in batches]
+    states = [embed(model.params, jnp.asarray(batch[0])) for batch in batches]
+    others = {path: leaf for path, leaf in flat.items() if path[0] not in STACKS}
+    for index in counted(range(spec.num_layers), "layers rounded"):
+        alone = _cut_layer(model, index)
+        layer = {path: leaf[index : index + 1] for path, leaf in flat.items() if path[0] in STACKS}
+        hessians = _sum_hessians(alone, others | layer, list(types), states, columns_of)
+        for path, kinds in types.items():
+            made = round_matrix(layer[path][0], hessians[path], kinds[index], damp, columns=columns)
+            found[path].append(made[:2])
+            layer[path] = made[2][None].astype(layer[path].dtype)
+        states = [
+            _run_alone(alone, unflatten_dict(others | layer), x, *columns)
+            for x, columns in zip(states, columns_of, strict=True)
+        ]
+    kept: dict[tuple[str, ...], Any] = {}
+    for path, rows in found.items():
+        flat[path] = jnp.stack([masters for masters, _ in rows])
+        for dtype in dict.fromkeys(types[path]):
+            chosen = [x for (_, x), kind in zip(rows, types[path], strict=True) if kind == dtype]
+            kept[*path, dtype] = jax.tree.map(lambda *x: jnp.stack(x), *chosen)
+    return unflatten_dict(flat), kept
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_alone(
+    functions: DecoderFunctions, params: Params, x: Array, segment_ids: Array, positions: Array
+) -> Array:
+    return functions.read_segments(params, x, segment_ids, positions)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _measure(
+    functions: DecoderFunctions, paths: tuple[Any, ...], params: Params, x: Array, *columns: Array
+) -> dict[tuple[str, ...], Array]:
+    flat: dict[tuple[str, ...], Any] = flatten_dict(params)
+
+    def run(zeros: dict[tuple[str, ...], Array]) -> Array:
+        seen = flat | {
+            path: Adapted(flat[path], sums=zeros[path]) for path in flat if path in zeros
+        }
+        seen |= {
+            path: Adapted(leaf)
+            for path, leaf in flat.items()
+            if path not in zeros and path[0] in STACKS and leaf.ndim == 3
+        }
+        out, _ = functions.read_segments(unflatten_dict(seen), x, *columns)
+        return jnp.sum(out.astype(jnp.float32))
+
+    zeros = {path: jnp.zeros((1, *(flat[path].shape[-1],) * 2)) for path in paths}
+    return jax.grad(run)(zeros)
+
+
+def _sum_hessians(
+    functions: DecoderFunctions,
+    flat: dict[tuple[str, ...], Any],
+    paths: Iterable[tuple[str, ...]],
+    states: Sequence[Array],
+    columns: Sequence[tuple[Array, Array]],
+) -> dict[tuple[str, ...], Array]:
+    """Sums of outer products of the inputs of a layer's matrices, `[inputs, inputs]`."""
+    total: Any = None
+    for x, others in zip(states, columns, strict=True):
+        new = _measure(functions, tuple(paths), unflatten_dict(flat), x, *others)
+        total = new if total is None else jax.tree.map(jnp.add, total, new)
+    return {path: x[0] for path, x in total.items()}
+
+
+def count_hessian_bytes(spec: ArchSpec) -> int:
+    """Bytes of one layer's Hessians, float32, each matrix its own."""
+    width, heads = spec.hidden_size, spec.num_heads * spec.head_dim
+    return 4 * (5 * width**2 + heads**2 + spec.mlp_size**2)
