@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "write text with a model",
     "answers": "let a model answer prompts, or exercises and keep answers that pass their tests",
     "draft": "train the block of a model that drafts for it",
+    "shrink": "make the best GGUF file of a size from a model",
     "imatrix": "measure which inputs of a model's matrices matter on a text",
     "export": "write a trained student, or any model, for Transformers, llama.cpp or as .apr",
     "report": "draw the results of runs: one HTML page, and PNG files",

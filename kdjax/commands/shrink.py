@@ -1,0 +1,454 @@
+"""Makes the best GGUF file of a size from a model, by one command.
+
+    kdjax shrink model.gguf --size=750MB --out=small.gguf --text=text/ --seconds=600
+    kdjax shrink model.gguf --like=q2_k --out=small.gguf --no-train
+
+MODEL is a GGUF file or a Hugging Face folder, of the most bits that you have. The text should be of
+the kind that the file is for. The parts: importance of the inputs, cost of each matrix in each
+block type, choice of the types that lose least within the size, training under rounding, export,
+proof. Each part is stored in the work folder, from which the same command goes on. The closing
+table compares the file with the recipe of llama-quantize that is no larger.
+"""
+
+import argparse
+import dataclasses
+import gc
+import hashlib
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kdjax.commands.export import read_model
+from kdjax.commands.parsing import Parser, check_least, log_to_terminal, started
+from kdjax.commands.plan import print_plan, survey_headers
+from kdjax.config import SELF, Config, validate
+from kdjax.data.pipeline import TextSource, eval_batches
+from kdjax.data.rows import RowSet
+from kdjax.device import cluster
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_local_mesh
+from kdjax.errors import FINISHED, INTERRUPTED, NOT_FINITE, UserError, reporting
+from kdjax.evaluation.choice import bound_bytes, choose_mixture, list_types
+from kdjax.evaluation.costs import (
+    Comparison,
+    CostFile,
+    Figures,
+    hash_rows,
+    measure_costs,
+    read_costs,
+    round_params,
+)
+from kdjax.export import export_gguf
+from kdjax.export.formats import count_gguf_bytes
+from kdjax.export.staging import check_target, stage
+from kdjax.formats.files import make_folder, make_place, replacing
+from kdjax.formats.imatrix import hash_importance, write_importance
+from kdjax.formats.recipes import RECIPES
+from kdjax.formats.saved import CHECKPOINTS, saved_steps
+from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step
+from kdjax.models.importance import sum_squares
+from kdjax.models.mixture import Mixture, list_matrices
+from kdjax.models.model import Model, load_model
+from kdjax.training.forms import spread_importance
+from kdjax.training.inputs import prepare
+from kdjax.watch.run import distill
+
+_log = logging.getLogger("kdjax")
+
+TEXT = "python:jax,flax,optax,numpy"  # without --text
+_RECIPES = ("q2_k", "q3_k_m", "iq4_xs", "q4_k_m", "q6_k", "q8_0")  # that files are compared with
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?)B?")
+_FACTORS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
+# Bits a weight below which a model has much to mend, and the rates (docs/quantize.md).
+_FEW_BITS, _FEW_RATE, _RATE = 3.6, 2e-5, 1e-5
+_SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
+_PACE = 6  # steps that are timed for --seconds; the first compiles
+
+
+class _Paced(Exception):
+    """Ends the steps that are timed."""
+
+
+def _read_size(text: str) -> int:
+    found = _SIZE.fullmatch(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected such as 750MB or 1.2GB")
+    return int(float(found[1]) * _FACTORS[found[2]])
+
+
+def _parser() -> Parser:
+    parser = Parser("shrink", __doc__, NOT_FINITE, INTERRUPTED)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a GGUF file or a Hugging Face folder")
+    add("--out", required=True, type=Path, metavar="FILE", help="the GGUF file to make")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--size", type=_read_size, metavar="BYTES", help="of the file, as 750MB")
+    size.add_argument("--bits", type=float, help="bits a weight of the matrices, as 3.2")
+    size.add_argument("--like", metavar="RECIPE", help="the size of a recipe, as q2_k")
+    add("--text", default=TEXT, metavar="PATHS", help="folders, files, by commas (%(default)s)")
+    add("--heldout", default="", metavar="PATHS", help="text to judge by; default: 2%% of --text")
+    add("--steps", type=int, default=600, help="optimizer steps (%(default)s)")
+    add("--seconds", type=float, default=0.0, help="train for this time, in place of --steps")
+    add("--no-train", dest="train", action="store_false", help="choose types only")
+    add("--costs", type=Path, metavar="FILE", help="costs of an earlier call: measure none")
+    add("--work", type=Path, metavar="DIR", help="work folder; default: FILE with .shrink")
+    add("--seq-len", type=int, default=1024, help="positions a row (%(default)s)")
+    add("--batch-size", type=int, default=16, help="rows a step (%(default)s)")
+    add("--microbatches", type=int, default=1, help="parts of a batch, to save memory")
+    add("--rows", type=int, default=8, help="rows that costs are measured on (%(default)s)")
+    add("--plan", action="store_true", help="print sizes and memory; load and make nothing")
+    add("--overwrite", action="store_true", help="replace --out if it is there")
+    return parser
+
+
+@dataclasses.dataclass(frozen=True)
+class _Goal:
+    """The bytes of the matrices, and of all else in the file."""
+
+    matrices: int
+    rest: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file, at most."""
+        return self.matrices + self.rest
+
+
+def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
+    """Turns --size, --bits or --like into bytes; refuses what no file can have."""
+    spec = checkpoint.spec
+    least, most = bound_bytes(spec)
+    smallest = {name: list_types(parts)[0] for name, parts in list_matrices(spec).items()}
+    rest = count_gguf_bytes(checkpoint, Mixture.of_tensors(smallest, spec)) - least
+    if args.like is not None and args.like not in RECIPES:
+        raise UserError(f"found --like={args.like}; expected one of {', '.join(RECIPES)}.")
+    if args.like:
+        goal = _Goal(count_gguf_bytes(checkpoint, args.like) - rest, rest)
+    elif args.bits is not None:
+        count = sum(int(np.prod(x.shape)) for x in _list_parts(checkpoint))
+        goal = _Goal(int(args.bits * count / 8), rest)
+    else:
+        goal = _Goal(args.size - rest, rest)
+    source = sum(path.stat().st_size for path in checkpoint.table.paths)
+    given = f"{goal.nbytes / 1e6:,.1f} MB"
+    if goal.matrices < least:
+        raise UserError(
+            f"found a size of {given}; the smallest mixture of types that can be written has "
+            f"{(least + rest) / 1e6:,.1f} MB. Raise the size."
+        )
+    if goal.nbytes >= source:
+        raise UserError(
+            f"found a size of {given}; the source {checkpoint} has {source / 1e6:,.1f} MB, which "
+            "is no larger. Lower the size, or give the model in more bits."
+        )
+    if goal.matrices > most:
+        _log.info("the largest mixture has %.1f MB: the file will be smaller", (most + rest) / 1e6)
+    return goal
+
+
+def _list_parts(checkpoint: Checkpoint) -> list[Any]:
+    return [part for parts in list_matrices(checkpoint.spec).values() for part in parts]
+
+
+def _find_recipe(args: argparse.Namespace, checkpoint: Checkpoint, nbytes: int) -> str:
+    """The recipe that the file is compared with: the largest that is no larger, else the least."""
+    if args.like:
+        return args.like
+    sizes = {name: count_gguf_bytes(checkpoint, name) for name in _RECIPES}
+    fitting = {name: size for name, size in sizes.items() if size <= nbytes}
+    return max(fitting, key=fitting.__getitem__) if fitting else min(sizes, key=sizes.__getitem__)
+
+
+def _make_config(args: argparse.Namespace, types: str, imatrix: str, bits: float) -> Config:
+    """The run that trains the chosen types: the model is its own teacher."""
+    config = Config()
+    config.teacher.path, config.student.path = SELF, args.model
+    config.student.quantize, config.student.imatrix = types, imatrix
+    config.data.train, config.data.heldout = args.text, args.heldout
+    config.data.seq_len = args.seq_len
+    config.optim.learning_rate = _FEW_RATE if bits < _FEW_BITS else _RATE
+    config.optim.final_learning_rate = 0.0
+    config.train.steps, config.train.batch_size = args.steps, args.batch_size
+    config.train.microbatches = args.microbatches
+    config.optim.warmup_steps = max(0, min(20, args.steps - 1))
+    config.eval.every = config.checkpoint.every = max(1, args.steps // 3)
+    config.eval.samples = 0
+    if jax.default_backend() == "cpu":
+        config.train.compute_dtype = config.teacher.param_dtype = "float32"
+    return config
+
+
+class _Work:
+    """The work folder and what it has; each part is made once and found again."""
+
+    def __init__(self, args: argparse.Namespace, checkpoint: Checkpoint, rows: RowSet):
+        self.args, self.checkpoint, self.rows = args, checkpoint, rows
+        self.folder: Path = args.work
+        self.costs_batches, self.proof_batches = self._split_heldout()
+        self.made_of = {
+            "model": checkpoint.sha256,
+            "rows": hash_rows(self.costs_batches),
+            "positions": int(sum(b["weights"].sum() for b in self.costs_batches)),
+        }
+        self._model: Model | None = None
+
+    def _split_heldout(self) -> tuple[list[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]:
+        """Held-out rows for costs, and others for the proof; the same ones if there is one row."""
+        held, most = self.rows.heldout, self.args.rows
+        size = min(most, max(1, len(held) // 2))
+        batches = list(eval_batches(held, batch_size=size, limit=None))
+        proof = batches[1::2][: max(1, 64 // size)]
+        return batches[:1], proof or batches[:1]
+
+    @property
+    def importance(self) -> Path:
+        """The file of importances."""
+        return self.folder / "importance.gguf"
+
+    def load(self) -> Model:
+        """The model in float32, on the first device, until `free`."""
+        if self._model is None:
+            _log.info("loading %s", self.checkpoint)
+            placement = Placement.on(make_local_mesh(1))
+            self._model = load_model(self.checkpoint, placement=placement, dtype="float32")
+        return self._model
+
+    def free(self) -> None:
+        """Lets the device have its memory back."""
+        self._model = None
+        gc.collect()
+
+    def measure_importance(self) -> str:
+        """Measures the importance of all inputs on text that trains; "" for experts."""
+        if self.checkpoint.spec.experts:
+            return ""
+        if not self.importance.exists():
+            source = TextSource(self.rows.train, batch_size=self.args.rows, seed=0)
+            batches = (source.next()["tokens"] for _ in range(max(1, 64 // self.args.rows)))
+            sums, count = sum_squares(self.load(), batches)
+            name, size = self.args.text, self.args.seq_len
+            write_importance(self.importance, sums, count, datasets=[name], chunk_size=size)
+        return str(self.importance)
+
+    def spread(self, imatrix: str) -> dict[tuple[str, ...], np.ndarray]:
+        """The importances by parameter."""
+        if not imatrix:
+            return {}
+        spec = self.checkpoint.spec
+        paths = {part.path for part in _list_parts(self.checkpoint)}
+        return spread_importance(imatrix, sorted(paths), spec)
+
+    def measure_costs(self, imatrix: str) -> Mapping[str, Mapping[str, float]]:
+        """Measures the costs, or goes on where an earlier call was stopped."""
+        if self.args.costs is not None:
+            return read_costs(self.args.costs, self.checkpoint.spec)
+        weighed = hash_importance(imatrix) if imatrix else ""
+        file = CostFile(self.folder / "costs.json", self.made_of | {"importance": weighed})
+        known = file.read()
+        tensors = list_matrices(self.checkpoint.spec)
+        if all(set(list_types(x)) <= known.get(n, {}).keys() for n, x in tensors.items()):
+            return known
+        comparison = Comparison(self.load(), self.costs_batches)
+        began = time.monotonic()
+        costs = measure_costs(comparison, self.spread(imatrix), known, file.write)
+        count = sum(map(len, costs.values()))
+        _log.info("costs: %d measured in %.0f s", count, time.monotonic() - began)
+        return costs
+
+    def train(self, mixture: Mixture, types: Path, imatrix: str) -> Model:
+        """Trains the masters of the chosen types; returns the rounded student, on the host."""
+        self.free()
+        bits = 8 * mixture.nbytes / sum(int(np.prod(x.shape)) for x in _list_parts(self.checkpoint))
+        config = _make_config(self.args, str(types), imatrix, bits)
+        name = hashlib.sha256(types.read_bytes()).hexdigest()[:8]
+        workdir = self.folder / f"run-{name}"
+        if self.args.seconds:
+            self._fit_steps(config, workdir)
+        validate(config)
+        reason = distill(config, workdir, suits_cpu=True, distributed="off")
+        if reason != "finished":
+            raise KeyboardInterrupt
+        return read_model(open_step(workdir))
+
+    def _fit_steps(self, config: Config, workdir: Path) -> None:
+        """Sets the number of steps that fit into --seconds; times a few of them once."""
+        pace, seconds = workdir.with_suffix(".pace.json"), []
+        if not pace.exists():
+            if (workdir / CHECKPOINTS).is_dir() and saved_steps(workdir):
+                raise UserError(f"{workdir}: found a run without {pace}. Name another --work.")
+
+            def note(record: Any) -> None:
+                seconds.append(record.seconds)
+                if len(seconds) == _PACE:
+                    raise _Paced
+
+            config.eval.rows, config.train.steps = 1, max(config.train.steps, _PACE + 1)
+            trial = workdir.with_suffix(".pace")
+            try:
+                distill(config, trial, on_step=note, suits_cpu=True, distributed="off")
+            except _Paced:
+                shutil.rmtree(trial, ignore_errors=True)
+            with replacing(pace) as file:
+                file.write(json.dumps({"step": float(np.median(seconds[1:]))}).encode())
+            config.eval.rows = Config().eval.rows
+        step = json.loads(pace.read_text())["step"]
+        config.train.steps = max(1, int(self.args.seconds / step))
+        config.optim.warmup_steps = max(0, min(20, config.train.steps - 1))
+        config.eval.every = config.checkpoint.every = max(1, config.train.steps // 3)
+        _log.info("%d steps of %.2f s fit into --seconds", config.train.steps, step)
+
+
+def _prove(work: _Work, files: Mapping[str, Callable[[], tuple[Any, int]]]) -> dict[str, Any]:
+    """Compares parameters with the model's on rows that chose nothing, one after the other."""
+    comparison = Comparison(work.load(), work.proof_batches)
+    found = {}
+    for name, make in files.items():
+        params, nbytes = make()
+        figures: Figures = comparison.measure(params)
+        found[name] = {"bytes": nbytes, **figures._asdict()}
+        del params
+    return found
+
+
+def _format_table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The closing table, in Markdown."""
+    lines = ["| file | MB | KL | agreement |", "| --- | --- | --- | --- |"]
+    for name, row in found.items():
+        cells = f"{row['bytes'] / 1e6:,.1f}", f"{row['kl']:.4f}", f"{row['agreement']:.3f}"
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _count_types(mixture: Mixture) -> str:
+    types = list(mixture.tensors.values())
+    return ", ".join(f"{types.count(dtype)} {dtype}" for dtype in sorted(set(types)))
+
+
+def count_free(mixture: Mixture, checkpoint: Checkpoint) -> int:
+    """Matrices whose type is the source's: their numbers lie on its lattice and cost nothing."""
+    stored = {name: checkpoint.table.info(name).dtype for name in checkpoint.table}
+    exact = ("F32", "F16", "BF16")
+    return sum(
+        stored.get(name) == dtype and dtype not in exact for name, dtype in mixture.tensors.items()
+    )
+
+
+def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> None:
+    settings = _make_config(args, "", "", 0.0).data
+    make_folder(args.work)
+    work = _Work(args, checkpoint, prepare(settings, checkpoint.tokenizer))
+    imatrix = work.measure_importance()
+    costs = work.measure_costs(imatrix)
+    mixture = choose_mixture(costs, checkpoint.spec, goal.matrices)
+    types = work.folder / "types.txt"
+    mixture.write(types)
+    free = count_free(mixture, checkpoint)
+    print(f"{types}: {_count_types(mixture)}; {free} of them have the type that the source stores")
+    recipe = _find_recipe(args, checkpoint, count_gguf_bytes(checkpoint, mixture))
+    spread, made = work.spread(imatrix), work.folder / args.out.name
+    imatrix = imatrix if mixture.searches else ""
+    student = None
+    if args.train:
+        student = work.train(mixture, types, imatrix)
+        summary = export_gguf(student, made, overwrite=True)
+    else:
+        host = read_model(checkpoint)
+        summary = export_gguf(host, made, dtype=str(types), imatrix=imatrix, overwrite=True)
+    del student
+
+    def named(other: Mixture) -> Callable[[], tuple[Any, int]]:
+        nbytes = count_gguf_bytes(checkpoint, other)
+        return lambda: (round_params(work.load().params, other, spread), nbytes)
+
+    def written() -> tuple[Any, int]:
+        placement = work.load().placement
+        assert placement is not None
+        model = load_model(open_checkpoint(made), placement=placement, dtype="float32")
+        return model.params, made.stat().st_size
+
+    files = {f"{recipe}, with importance": named(Mixture.named(recipe, checkpoint.spec))}
+    if args.train:
+        files["chosen types, untrained"] = named(mixture)
+    files[f"{args.out.name}{', trained' if args.train else ''}"] = written
+    found = _prove(work, files)
+    with stage(args.out, folder=False, overwrite=args.overwrite) as aside:
+        shutil.move(made, aside)
+    _write_card(args, work, mixture, found, free)
+    print(f"{args.out}: {summary}", "", *_format_table(found), sep="\n")
+    print(f"\nKL and agreement on {found[recipe + ', with importance']['positions']:,} positions")
+
+
+def _write_card(
+    args: argparse.Namespace, work: _Work, mixture: Mixture, found: Mapping[str, Any], free: int
+) -> None:
+    """Writes what the file was made of next to it."""
+    of = work.checkpoint
+    lines = [
+        f"# {args.out.name}",
+        "",
+        f"Made by `kdjax shrink` of {of.path.name} (SHA-256 `{of.sha256}`), on text of "
+        f"`{args.text}`. Types: {_count_types(mixture)}.",
+        f"{free} matrices have the type of the source and lie on its lattice, so that their KL "
+        "from the source is 0.",
+        "",
+        *_format_table(found),
+        "",
+        "KL and agreement are from the source, on held-out text that neither chose nor trained. "
+        "`types.txt` in the work folder is a file for `llama-quantize --tensor-type-file`.",
+    ]
+    with replacing(args.out.with_suffix(".md")) as file:
+        file.write(("\n".join(lines) + "\n").encode())
+
+
+def _plan(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> int:
+    """Prints sizes, passes, minutes and memory; loads nothing."""
+    spec = checkpoint.spec
+    passes = sum(len(list_types(parts)) for parts in list_matrices(spec).values())
+    positions = args.rows * args.seq_len
+    flops = passes * positions * spec.forward_flops(args.seq_len)
+    recipe = _find_recipe(args, checkpoint, goal.nbytes)
+    with cluster.started("off", lean=True) as devices:
+        peak = devices.peak_flops
+        minutes = f", about {flops / peak / _SHARE / 60:,.1f} minutes" if peak else ""
+        print(f"the file: at most {goal.nbytes / 1e6:,.1f} MB, compared with {recipe}")
+        print(f"costs: {passes:,} passes of {positions:,} positions{minutes}")
+        if not args.train:
+            return FINISHED
+        if args.seconds:
+            print(f"training: {args.seconds / 60:,.1f} minutes, and evaluations")
+        return print_plan(survey_headers(_make_config(args, recipe, "", 8.0)))
+
+
+@reporting
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    log_to_terminal()
+    check_least(args, steps=1, rows=1, seq_len=2, batch_size=1, microbatches=1, seconds=0)
+    check_target(args.out, folder=False, overwrite=args.overwrite)
+    args.work = args.work or args.out.with_suffix(".shrink")
+    checkpoint = open_checkpoint(args.model)
+    if checkpoint.saved is not None or checkpoint.adapters is not None:
+        raise UserError(
+            f"{checkpoint}: found a run or adapters; expected a model file or folder. Export it "
+            "first: kdjax export --format=gguf."
+        )
+    goal = _find_goal(args, checkpoint)
+    if args.plan:
+        return _plan(args, checkpoint, goal)
+    make_place(args.out)
+    try:
+        with started():
+            _shrink(args, checkpoint, goal)
+    except KeyboardInterrupt:
+        print(f"stopped; {args.work} has what is done, and the same command goes on from there")
+        return INTERRUPTED
+    return FINISHED

@@ -1,0 +1,391 @@
+"""Chosen types against the recipes at equal bytes: untrained, begun by Hessians, and trained.
+
+    python -m scripts.bench.mixtures --model=1.5b.gguf --text=python:jax,flax --out=runs/mixtures \
+        --reference-steps=100 --train='q2_k:120;q3_k_m:60'
+
+First a reference that lies on no lattice. The numbers of a published file lie on those of its own
+types. To each is added uniform noise as wide as a step of its group's scale, and
+`--reference-steps` steps towards the published model heal what this costs; its KL from there is
+printed. Then, on rows of the text: importance, costs of each matrix in each type, and for each of
+`--recipes` the recipe's types and the chosen ones of no more bytes, each rounded with importance,
+and those of `--hessians` by GPTQ, with columns and by blocks alone. `--train` trains the chosen
+types, with `--both` also the recipe's, for seconds, from the masters of `--start`. KL and agreement
+are from the reference, on held-out rows that no cost was measured on. Each row is a line of
+OUT/results.jsonl at once; OUT/costs.json, OUT/types-RECIPE.txt and, with `--files`, the reference
+as OUT/reference.gguf (BF16) stay. A later call takes that reference, and goes on with the rows that
+are not there. No arm begins that `--limit` seconds leave no time for.
+Exit status: 0 done, 2 bad input.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+import kdjax
+from kdjax.config import Config
+from kdjax.data.pipeline import TextSource, eval_batches
+from kdjax.device import runtime
+from kdjax.errors import reporting
+from kdjax.evaluation.choice import choose_mixture, count_padded
+from kdjax.evaluation.costs import Comparison, CostFile, hash_rows, measure_costs, round_params
+from kdjax.formats.blocks import fit_rows
+from kdjax.formats.imatrix import write_importance
+from kdjax.formats.kquants import ENCODERS
+from kdjax.models.decoder import DecoderFunctions, functional
+from kdjax.models.gptq import round_layers
+from kdjax.models.importance import sum_squares
+from kdjax.models.mixture import Mixture, list_matrices
+from kdjax.models.model import Model
+from kdjax.training.forms import Rounded, spread_importance
+from kdjax.training.inputs import prepare
+from scripts.bench.arms import run_arms
+
+RECIPES = "q2_k,q3_k_m,iq4_xs,q4_k_m"
+_WARMUP = 10
+
+
+class Arm(NamedTuple):
+    """One line of the table: types of a recipe or chosen at its bytes, and what is done to them."""
+
+    name: str
+    recipe: str
+    chosen: bool
+    how: str  # importance, blocks, columns, trained
+    seconds: float = 0.0
+
+
+def _list_arms(args: argparse.Namespace) -> Iterator[Arm]:
+    ways = [("importance", args.recipes)]
+    ways += [(how, args.hessians) for how in ("columns", "blocks") if args.hessians]
+    for how, recipes in ways:
+        for recipe, chosen in itertools.product(recipes.split(","), (False, True)):
+            kind = "chosen" if chosen else "recipe"
+            yield Arm(f"{recipe} {kind} {how}", recipe, chosen, how)
+    for text in filter(None, args.train.split(";")):
+        recipe, _, seconds = text.partition(":")
+        for chosen in (True, False) if args.both else (True,):
+            kind = "chosen" if chosen else "recipe"
+            name = f"{recipe} {kind} trained {seconds} s from {args.start}"
+            yield Arm(name, recipe, chosen, "trained", float(seconds))
+
+
+def _make_optimizer(rate: float = 0.0) -> optax.GradientTransformation:
+    """AdamW whose rate is set before each step."""
+
+    def make(learning_rate: Any) -> optax.GradientTransformation:
+        adamw = optax.adamw(learning_rate, b2=0.95, weight_decay=0.01)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    return optax.inject_hyperparams(make)(learning_rate=rate)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _add_noise(x: Any, dtype: str, key: Any) -> tuple[Any, Any]:
+    """x with uniform noise of a step of each group's scale, and its root mean square in steps."""
+    inverse = jnp.abs(fit_rows(x, dtype)[-1])
+    step = jnp.where(inverse > 0, 1 / jnp.where(inverse > 0, inverse, 1), 0)
+    step = step.reshape(*x.shape[:-1], -1)
+    step = jnp.repeat(step, x.shape[-1] // step.shape[-1], axis=-1)
+    noise = jax.random.uniform(key, x.shape, minval=-0.5, maxval=0.5)
+    return x + step * noise, jnp.sqrt(jnp.mean(jnp.square(jnp.where(step > 0, noise, 0))))
+
+
+class Bench:
+    """The reference, its rows, its costs and what is made of them."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.began = args, time.monotonic()
+        self.stored = args.out / "reference.gguf"
+        path = self.stored if self.stored.exists() else args.model
+        self.student = kdjax.load(path, dtype="float32", compute_dtype=args.compute)
+        config = Config().data
+        config.train, config.heldout, config.seq_len = args.text, args.heldout, args.seq_len
+        config.cache_dir = str(args.out / "rows")
+        assert self.student.checkpoint is not None
+        self.rows = prepare(config, self.student.checkpoint.tokenizer)
+        held = list(eval_batches(self.rows.heldout, batch_size=args.cost_rows, limit=None))
+        self.cost_batches = held[:1]
+        self.judged = (held[1:] or held)[: args.heldout_rows // args.cost_rows or 1]
+        self.say("rows")
+
+    def say(self, what: str) -> None:
+        """Logs the seconds so far."""
+        print(f"{what}: {time.monotonic() - self.began:.0f} s", flush=True)
+
+    def make_reference(self) -> dict[str, Any]:
+        """Moves the model off its file's lattices, and heals it; says how far both went."""
+        args, published = self.args, self.student
+        if not args.reference_steps or self.stored.exists():
+            return {"steps": 0}
+        moved, distance = self._dither(published)
+        teacher = published.replace(params=self.cast(published.params))
+        loss = kdjax.KDLoss(kdjax.forward_kl, 1.0, 0.0)
+        settings: dict[str, Any] = self.sizes() | {"allow_degenerate": True}
+        step = kdjax.make_step(published, teacher, loss, _make_optimizer(), **settings)
+        state: Any = step.init(moved)
+        source = TextSource(self.rows.train, batch_size=args.batch_size, seed=7)
+        for done in range(args.reference_steps):
+            rate = args.reference_rate * min((done + 1) / _WARMUP, 1.0)
+            rate *= 0.5 + 0.5 * math.cos(math.pi * done / args.reference_steps)
+            state.opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
+            state, _ = step(state, teacher.params, source.next(None))
+        healed, exact = state.params, self.exact
+        judge = Comparison(exact, self.judged)
+        figures = {
+            name: judge.measure(params)._asdict()
+            for name, params in (("moved", moved), ("healed", healed))
+        }
+        del state, moved, judge, teacher
+        self.student = published.replace(params=healed)
+        del self.exact
+        self.say("reference")
+        if args.files:
+            host = self.student.replace(params=jax.device_get(healed))
+            print(kdjax.export_gguf(host, self.stored, dtype="bf16"))
+            del host, healed, published
+            self.student = kdjax.load(self.stored, dtype="float32", compute_dtype=args.compute)
+            self.say("stored")
+        return {"steps": args.reference_steps, "distance in steps": distance} | figures
+
+    def _dither(self, model: Model) -> tuple[Any, dict[str, float]]:
+        """Adds to each number of a block uniform noise as wide as one step of its lattice.
+
+        Training alone moves numbers by a few percent of a step, and rounding undoes that. Returns
+        also the mean distance from the lattice in steps, by type; 0.289 is that of any number.
+        """
+        assert model.checkpoint is not None
+        table = model.checkpoint.table
+        flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
+        found: dict[str, list[float]] = {}
+        for number, (name, parts) in enumerate(list_matrices(self.spec).items()):
+            dtype = table.info(name).dtype if name in table else "F32"
+            for part in parts if dtype in ENCODERS else ():
+                x = flat[part.path] if part.place is None else flat[part.path][part.place]
+                noisy, size = _add_noise(x, dtype, jax.random.key(number))
+                found.setdefault(dtype, []).append(float(size))
+                if part.place is not None:
+                    noisy = flat[part.path].at[part.place].set(noisy)
+                flat[part.path] = noisy
+        means = {dtype: float(np.mean(sizes)) for dtype, sizes in found.items()}
+        return unflatten_dict(flat), means
+
+    def cast(self, params: Any) -> Any:
+        """Parameters in the dtype of the products."""
+        return jax.tree.map(lambda x: x.astype(self.args.compute), params)
+
+    def sizes(self) -> dict[str, Any]:
+        """Arguments of `make_step`."""
+        return {"microbatches": self.args.microbatches, "chunk_tokens": self.args.chunk_tokens}
+
+    @property
+    def spec(self) -> Any:
+        """The architecture."""
+        return self.student.spec
+
+    @functools.cached_property
+    def exact(self) -> Model:
+        """The reference with float32 activations."""
+        functions = self.student.functions
+        assert isinstance(functions, DecoderFunctions)
+        compute = dataclasses.replace(functions.compute, dtype=jnp.dtype(jnp.float32))
+        return self.student.replace(functions=functional(self.spec, compute)[0])
+
+    @functools.cached_property
+    def teacher(self) -> Model:
+        """The reference as the steps take it."""
+        return self.student.replace(params=self.cast(self.student.params))
+
+    @functools.cached_property
+    def imatrix(self) -> str:
+        """The file of importances, on rows that train."""
+        path = self.args.out / "importance.gguf"
+        if not path.exists():
+            source = TextSource(self.rows.train, batch_size=8, seed=0)
+            tokens = (source.next(None)["tokens"] for _ in range(self.args.imatrix_rows // 8 or 1))
+            sums, count = sum_squares(self.exact, tokens)
+            size = self.args.seq_len
+            write_importance(path, sums, count, datasets=[self.args.text], chunk_size=size)
+        self.say("importance")
+        return str(path)
+
+    @functools.cached_property
+    def importance(self) -> dict[tuple[str, ...], np.ndarray]:
+        """The importances by parameter."""
+        paths = {part.path for parts in list_matrices(self.spec).values() for part in parts}
+        return spread_importance(self.imatrix, sorted(paths), self.spec)
+
+    @functools.cached_property
+    def costs(self) -> Any:
+        """Costs of all matrices, from the file or measured."""
+        importance = self.importance
+        made_of = {"rows": hash_rows(self.cost_batches)}
+        file = CostFile(self.args.out / "costs.json", made_of)
+        comparison, began = Comparison(self.exact, self.cost_batches), time.monotonic()
+        costs = measure_costs(comparison, importance, file.read(), file.write)
+        count = sum(map(len, costs.values()))
+        print(f"{count} costs in {time.monotonic() - began:.1f} s", flush=True)
+        return costs
+
+    @functools.cached_property
+    def comparison(self) -> Comparison:
+        """The judge of all rows of the table."""
+        return Comparison(self.exact, self.judged)
+
+    def mixture(self, arm: Arm) -> Mixture:
+        """The types of an arm; written as a file of types."""
+        recipe = Mixture.named(arm.recipe, self.spec)
+        if not arm.chosen:
+            return recipe
+        padded = sum(
+            count_padded(parts, recipe.tensors[name])
+            for name, parts in list_matrices(self.spec).items()
+        )
+        found = choose_mixture(self.costs, self.spec, padded)
+        found.write(self.args.out / f"types-{arm.recipe}.txt")
+        return found
+
+    def run(self, arm: Arm) -> dict[str, Any]:
+        """Judges one arm."""
+        mixture = self.mixture(arm)
+        types = list(mixture.tensors.values())
+        found: dict[str, Any] = {"bytes": mixture.nbytes, "recipe": arm.recipe}
+        found |= {"types": {x: types.count(x) for x in sorted(set(types))}}
+        if known := self.costs:
+            sums = [known[n].get(x, math.nan) for n, x in mixture.tensors.items()]
+            found["sum of costs"] = float(np.nansum(sums))
+        if arm.how == "importance":
+            params = round_params(self.exact.params, mixture, self.importance)
+        elif arm.how == "trained":
+            params, trained = self.train(arm, mixture)
+            found |= trained
+        else:
+            masters, kept = self.begin(mixture, columns=arm.how == "columns")
+            params = self._see(self._form(mixture), masters, kept)
+        figures = self.comparison.measure(params)
+        memory = jax.local_devices()[0].memory_stats() or {}
+        found["peak_gb"] = memory.get("peak_bytes_in_use", 0) / 1e9
+        return found | figures._asdict() | arm._asdict()
+
+    def _form(self, mixture: Mixture) -> Rounded:
+        file = self.args.out / "arm.txt"
+        mixture.write(file)
+        imatrix = self.imatrix if mixture.searches else ""
+        return Rounded(str(file), imatrix).choose_types(self.spec)
+
+    def begin(self, mixture: Mixture, *, columns: bool) -> tuple[Any, Any]:
+        """Masters and scales by Hessians; embedding and head get the exporter's search."""
+        began = time.monotonic()
+        source = TextSource(self.rows.train, batch_size=8, seed=0)
+        rows = (source.next(None) for _ in range(max(1, self.args.hessian_rows // 8)))
+        batches = [(row["tokens"], row["segment_ids"], row["positions"]) for row in rows]
+        masters, scales = round_layers(
+            self.exact, batches, mixture, self.args.damp, columns=columns
+        )
+        form = self._form(mixture)
+        rest = tuple((path, types) for path, types in form.types if (*path, types[0]) not in scales)
+        kept = flatten_dict(
+            jax.jit(dataclasses.replace(form, types=rest).begin)({}, masters),
+            is_leaf=lambda _, x: isinstance(x, tuple),
+        )
+        jax.block_until_ready(masters)
+        print(f"Hessians: {time.monotonic() - began:.1f} s", flush=True)
+        return masters, unflatten_dict(kept | scales)
+
+    def _see(self, form: Rounded, masters: Any, kept: Any) -> Any:
+        return jax.jit(form.see)({}, kept, masters)
+
+    def train(self, arm: Arm, mixture: Mixture) -> tuple[Any, dict[str, Any]]:
+        """Trains the types for the arm's seconds; returns the rounded numbers."""
+        args = self.args
+        loss = kdjax.KDLoss(kdjax.forward_kl, 1.0, 0.0)
+        form = self._form(mixture)
+        step = kdjax.make_step(
+            self.student, self.teacher, loss, _make_optimizer(), form=form, **self.sizes()
+        )
+        state: Any = step.init(self.student.params)
+        if args.start != "plain":
+            masters, kept = self.begin(mixture, columns=args.start == "columns")
+            state = state.replace(params=masters, kept=kept)
+            del masters, kept
+        rate = 2e-5 if arm.recipe == "q2_k" else 1e-5
+        source = TextSource(self.rows.train, batch_size=args.batch_size, seed=args.seed)
+        begun, spent, done = time.monotonic(), 0.0, 0
+        for done in itertools.count(1):
+            now = rate * min(done / _WARMUP, 1.0)
+            now *= 0.5 + 0.5 * math.cos(math.pi * min(spent / arm.seconds, 1.0))
+            state.opt_state.hyperparams["learning_rate"] = jnp.float32(now)
+            state, metrics = step(state, self.teacher.params, source.next(None))
+            if done == 2:  # the first compiled
+                jax.block_until_ready(metrics)
+                begun = time.monotonic()
+            elif done > 2 and done % 8 == 0:
+                jax.block_until_ready(metrics)
+                spent = time.monotonic() - begun
+                if spent >= arm.seconds:
+                    break
+        if args.files:
+            kept = self.student.replace(params=jax.device_get(step.pack(state)))
+            name = f"{arm.recipe}-{'chosen' if arm.chosen else 'recipe'}-trained.gguf"
+            print(kdjax.export_gguf(kept, args.out / name, overwrite=True))
+        found = {"steps": done, "train_seconds": spent, "rate": rate, "seed": args.seed}
+        return step.see(state), found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", required=True, help="as data.train")
+    parser.add_argument("--heldout", default="", help="as data.heldout")
+    parser.add_argument("--out", type=Path, default=Path("runs/mixtures"))
+    parser.add_argument("--recipes", default=RECIPES)
+    parser.add_argument("--reference-steps", type=int, default=100)
+    parser.add_argument("--reference-rate", type=float, default=1e-5)
+    parser.add_argument(
+        "--hessians", default="", metavar="RECIPES", help="round these by GPTQ, too"
+    )
+    parser.add_argument("--hessian-rows", type=int, default=64)
+    parser.add_argument("--damp", type=float, default=0.01, help="share of the mean diagonal")
+    parser.add_argument("--train", default="", metavar="RECIPE:SECONDS;...")
+    parser.add_argument("--both", action="store_true", help="train the recipe's types, too")
+    parser.add_argument("--start", default="plain", choices=("plain", "blocks", "columns"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--files", action="store_true", help="write reference and trained files")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds of this call")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--imatrix-rows", type=int, default=128)
+    parser.add_argument("--cost-rows", type=int, default=4, help="rows that costs are measured on")
+    parser.add_argument("--heldout-rows", type=int, default=32)
+    parser.add_argument("--chunk-tokens", type=int, default=4096)
+    parser.add_argument("--compute", default="bfloat16", choices=("bfloat16", "float32"))
+    return parser
+
+
+@reporting
+def main(argv: list[str] | None = None) -> int:
+    """Makes the rows that are not there; returns the exit status."""
+    begun, args = time.monotonic(), _parser().parse_args(argv)
+    runtime.configure()
+    args.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(args)
+    print(bench.make_reference(), flush=True)
+    run_arms(_list_arms(args), bench.run, args.out, until=begun + args.limit, around=10.0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

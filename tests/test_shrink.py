@@ -1,0 +1,377 @@
+"""Smaller files: mixtures of types, costs, their choice, and the command that makes a file."""
+
+import ctypes
+import itertools
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+import kdjax
+from kdjax.commands import shrink
+from kdjax.errors import UserError
+from kdjax.evaluation import choice
+from kdjax.evaluation import costs as measuring
+from kdjax.evaluation.choice import bound_bytes, choose_mixture, count_padded, list_types, solve
+from kdjax.evaluation.costs import Comparison, CostFile, measure_costs, round_params
+from kdjax.export import export_gguf
+from kdjax.export.formats import count_gguf_bytes
+from kdjax.formats import open_table
+from kdjax.formats.blocks import BLOCKS, decode, encode
+from kdjax.formats.recipes import identify_types, read_types
+from kdjax.models import gptq
+from kdjax.models.mixture import Mixture, list_matrices
+from kdjax.training.identity import identify
+from scripts.bench import mixtures
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_types():
+    """Three types, whose searches compile soon, in place of all."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_TYPES_256", "_TYPES_32"):
+            patch.setattr(choice, name, ("Q4_0", "Q5_0", "Q8_0"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return kdjax.load(models / "student.gguf", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def batches(model):
+    tokens = np.random.default_rng(0).integers(0, model.real_vocab, (2, 4, 24)).astype(np.int32)
+    columns = {"segment_ids": np.ones((4, 24), np.int32), "weights": np.ones((4, 24), np.float32)}
+    columns["positions"] = np.tile(np.arange(24, dtype=np.int32), (4, 1))
+    columns["weights"][0, :5] = 0
+    return [columns | {"tokens": x} for x in tokens]
+
+
+@pytest.fixture(scope="module")
+def costs(model, batches):
+    return measure_costs(Comparison(model, batches), {})
+
+
+def count_file(path):
+    return {name: open_table(path).info(name) for name in open_table(path)}
+
+
+def test_a_file_of_types_is_one_that_students_exports_and_llama_quantize_read(
+    model, tmp_path, monkeypatch
+):
+    """Anchored names: `output.weight` is also part of `blk.0.attn_output.weight`."""
+    spec, path = model.spec, tmp_path / "types.txt"
+    types = {name: "Q8_0" for name in list_matrices(spec)}
+    types |= {"blk.1.ffn_down.weight": "Q4_0", "blk.0.attn_q.weight": "IQ4_NL"}
+    mixture = Mixture.of_tensors(types, spec)
+    mixture.write(path)
+    assert "^blk\\.1\\.ffn_down\\.weight$=q4_0\n" in path.read_text()
+    assert Mixture.named(str(path), spec) == mixture and mixture.tensors == types
+    form = kdjax.Rounded(str(path)).choose_types(spec)
+    assert form.types == mixture.types
+    export_gguf(model, tmp_path / "a.gguf", dtype=str(path))
+    found = count_file(tmp_path / "a.gguf")
+    assert {name: found[name].dtype for name in types} == types
+    assert sum(found[name].nbytes for name in types) == mixture.nbytes
+    assert count_gguf_bytes(model.checkpoint, mixture) == (tmp_path / "a.gguf").stat().st_size
+    # A recipe before it takes what it leaves out; a name after it wins; a file alone must be whole.
+    path.write_text("ffn_down=Q4_0 attn_q=q5_0\n")
+    both = Mixture.named(f"q8_0,{path},blocks/attn/q=Q4_0", spec).tensors
+    assert both["blk.0.ffn_down.weight"] == both["blk.0.attn_q.weight"] == "Q4_0"
+    assert both["blk.0.ffn_up.weight"] == "Q8_0"
+    path.write_text("blk.0.attn_q=q5_0\n")
+    with pytest.raises(UserError, match="some layers of blocks/attn/q/weight alone"):
+        Mixture.named(str(path), spec)
+    monkeypatch.chdir(tmp_path)
+    config = kdjax.Config()
+    config.student.quantize = "types.txt"
+    first = identify(config, {})["student.quantize"]
+    assert first == identify_types("types.txt") and first.startswith("sha256:")
+    path.rename(tmp_path / "b.txt")
+    config.student.quantize = "b.txt"
+    assert identify(config, {})["student.quantize"] == first
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "found no type"),
+        ("attn_q", "'attn_q'; expected NAME=TYPE"),
+        ("attn_q=iq1_s", "type 'iq1_s', which cannot be trained"),
+        ("(=q4_0", "no regular expression"),
+    ],
+)
+def test_files_of_types_that_cannot_be_are_refused(text, message, tmp_path):
+    path = tmp_path / "types.txt"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_types(path)
+
+
+def test_sizes_are_those_that_llama_quantize_computes(model):
+    """ggml's bytes of a row, type by type."""
+    xllamacpp = pytest.importorskip("xllamacpp")
+    library = ctypes.CDLL(str(next(Path(xllamacpp.__file__).parent.glob("*.so"))))
+    library.ggml_row_size.restype = ctypes.c_size_t
+    library.ggml_row_size.argtypes = ctypes.c_int, ctypes.c_int64
+    library.ggml_type_name.restype = ctypes.c_char_p
+    for parts in list_matrices(model.spec).values():
+        types = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "Q5_1", "F16")
+        for dtype in (*types, *list_types(parts)):
+            if parts[0].shape[-1] % BLOCKS[dtype].elements:
+                continue
+            number, rows = BLOCKS[dtype].ggml, parts[0].shape[:-1]
+            row = library.ggml_row_size(number, parts[0].shape[-1])
+            total = -(-row * int(np.prod(rows)) // 32) * 32
+            assert count_padded(parts, dtype) == total
+            assert library.ggml_type_name(number).decode().upper() == dtype
+
+
+def test_the_choice_is_the_best_of_all(monkeypatch):
+    """Against every combination, on random costs that do not fall with the size."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        options = [
+            [(int(rng.integers(1, 9)) * 32, float(rng.random())) for _ in range(rng.integers(1, 5))]
+            for _ in range(5)
+        ]
+        combinations = [list(x) for x in itertools.product(*map(range, map(len, options)))]
+
+        def weigh(picks, options=options):
+            pairs = [one[i] for one, i in zip(options, picks, strict=True)]
+            return sum(size for size, _ in pairs), sum(cost for _, cost in pairs)
+
+        least = sum(min(size for size, _ in one) for one in options)
+        for budget in (least - 1, least, least + 97, least + 300, 10_000):
+            fits = [weigh(x)[1] for x in combinations if weigh(x)[0] <= budget]
+            found = solve(options, budget)
+            if not fits:
+                assert found is None
+                continue
+            assert weigh(found)[0] <= budget
+            np.testing.assert_allclose(weigh(found)[1], min(fits))
+    monkeypatch.setattr("kdjax.evaluation.choice._MOST_UNITS", 7)  # sizes are rounded up
+    assert weigh(solve(options, least + 300))[0] <= least + 300
+
+
+def test_costs_are_the_kl_of_one_exchanged_matrix(model, batches, costs):
+    """Against logits, in float64, of a tree in which NumPy has put the rounded matrix."""
+    assert costs.keys() == list_matrices(model.spec).keys()
+    for name, path, place, dtype in (
+        ("blk.1.ffn_up.weight", ("blocks", "mlp", "up", "weight"), 1, "Q4_0"),
+        ("token_embd.weight", ("embed",), None, "Q4_0"),
+    ):
+        flat = {k: np.array(v) for k, v in flatten_dict(model.params).items()}
+        matrix = flat[path] if place is None else flat[path][place]
+        matrix[...] = np.asarray(decode(encode(matrix, dtype), dtype))
+        other = model.replace(params=measuring.unflatten_dict(flat))
+        total = count = 0.0
+        for batch in batches:
+            t, s = (
+                np.asarray(jax.nn.log_softmax(x.logits(batch["tokens"])), np.float64)
+                for x in (model, other)
+            )
+            kl = (np.exp(t) * (t - s)).sum(-1)
+            total, count = total + (kl * batch["weights"]).sum(), count + batch["weights"].sum()
+        np.testing.assert_allclose(costs[name][dtype], total / count, rtol=2e-3)
+        assert costs[name]["Q8_0"] < costs[name][dtype]
+
+
+def test_costs_are_kept_and_go_on(model, batches, costs, tmp_path, monkeypatch):
+    file = CostFile(tmp_path / "costs.json", {"model": "aa"})
+    assert file.read() == {}
+    monkeypatch.setattr(measuring, "_SAVE_SECONDS", 0.0)
+    comparison, done = Comparison(model, batches), []
+    start = comparison.start
+
+    def stop(params):
+        done.append(1)
+        if len(done) > 9:
+            raise KeyboardInterrupt
+        return start(params)
+
+    monkeypatch.setattr(comparison, "start", stop)
+    with pytest.raises(KeyboardInterrupt):
+        measure_costs(comparison, {}, file.read(), file.write)
+    known = file.read()
+    assert 0 < sum(map(len, known.values())) < 10
+    monkeypatch.setattr(comparison, "start", lambda params: (done.append(2), start(params))[1])
+    assert measure_costs(comparison, {}, known, file.write) == file.read() == costs
+    total = sum(map(len, costs.values()))
+    assert done.count(2) == total - sum(map(len, known.values()))
+    with pytest.raises(UserError, match=r"found costs of model 'aa', now 'bb'"):
+        CostFile(file.path, {"model": "bb"}).read()
+
+
+def test_the_chosen_types_lose_less_than_the_recipe_at_its_bytes(model, batches, costs):
+    spec, comparison = model.spec, Comparison(model, batches)
+    recipe = Mixture.named("q4_0", spec)
+    chosen = choose_mixture(costs, spec, recipe.nbytes)
+    assert chosen.nbytes <= recipe.nbytes
+    first, second = (
+        comparison.measure(round_params(model.params, x, {})) for x in (recipe, chosen)
+    )
+    assert second.kl < first.kl
+    least, most = bound_bytes(spec)
+    assert choose_mixture(costs, spec, least).nbytes == least
+    assert choose_mixture(costs, spec, most).nbytes <= most
+    with pytest.raises(UserError, match="smallest mixture has"):
+        choose_mixture(costs, spec, least - 1)
+
+
+def test_rounding_by_hessians_loses_less_of_the_output(model):
+    """The output's error, by float64; masters and scales round to what was returned."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2000, 40)) @ rng.normal(size=(40, 256)) + rng.normal(size=(2000, 256)) / 4
+    w = rng.normal(size=(24, 256)).astype(np.float32)
+    hessian = jnp.asarray((x.T @ x).astype(np.float32))
+    for dtype in ("Q4_0", "IQ4_XS"):
+
+        def lost(numbers):
+            return np.linalg.norm(x @ (np.asarray(numbers, np.float64) - w).T)
+
+        plain = decode(encode(w, dtype, np.diag(hessian)), dtype)
+        masters, scales, rounded = gptq.round_matrix(jnp.asarray(w), hessian, dtype)
+        again = gptq.decode_fields(gptq.encode_fields(masters, dtype, scales), dtype)
+        np.testing.assert_array_equal(again, rounded)
+        assert lost(rounded) < 0.7 * lost(plain), (dtype, lost(rounded) / lost(plain))
+        if BLOCKS[dtype].elements < 256:
+            blocks = gptq.round_matrix(jnp.asarray(w), hessian, dtype, columns=False)
+            assert lost(rounded) < lost(blocks[2]) < lost(plain)
+
+
+def test_all_layers_are_rounded_by_hessians(model, batches):
+    columns = [tuple(b[name] for name in ("tokens", "segment_ids", "positions")) for b in batches]
+    mixture = Mixture.named("q4_0,blocks/mlp/up=Q5_0", model.spec)
+    masters, kept = gptq.round_layers(model, columns, mixture)
+    form = kdjax.Rounded("q4_0,blocks/mlp/up=Q5_0").choose_types(model.spec)
+    rest = tuple((path, kinds) for path, kinds in form.types if (*path, kinds[0]) not in kept)
+    assert [path for path, _ in rest] == [("embed",)]
+    wanted = jax.eval_shape(form.begin, {}, model.params)
+    found = jax.tree.map(lambda x: x.shape, measuring.unflatten_dict(kept))["blocks"]
+    assert found == jax.tree.map(lambda x: x.shape, wanted)["blocks"]
+    assert masters["embed"] is model.params["embed"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(40):
+        lines = (f"def f{i}_{j}(x):\n    return x * {i} + {j}\n" for j in range(12))
+        (folder / f"a{i}.py").write_text("".join(lines))
+    return folder
+
+
+def run(models, text, tmp_path, *flags):
+    where = [str(models / "student.gguf"), f"--out={tmp_path}/small.gguf", f"--text={text}"]
+    sizes = ["--seq-len=32", "--batch-size=2", "--rows=2", "--heldout=" + str(text / "a3*.py")]
+    return shrink.main([*where, *sizes, *flags])
+
+
+@pytest.fixture
+def exact(models, tmp_path):
+    """A folder with the student in F32, so that a smaller file exists."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    student = kdjax.load(models / "student.gguf", dtype="float32")
+    export_gguf(student, folder / "student.gguf")
+    return folder
+
+
+def test_sizes_that_no_file_can_have_are_refused(exact, text, tmp_path, capsys, monkeypatch):
+    """Both figures are said; nothing is loaded or made."""
+    monkeypatch.setattr(shrink, "_RECIPES", ("q4_0", "q5_0", "q8_0"))
+    monkeypatch.setattr(shrink, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    for flag, message in (
+        ("--size=10kB", r"size of [\d.,-]+ MB; the smallest mixture of types .* has [\d.]+ MB"),
+        ("--size=900MB", r"size of 900.0 MB; the source .* has [\d.]+ MB, which is no larger"),
+        ("--like=q9", "found --like=q9"),
+    ):
+        assert run(exact, text, tmp_path, flag) == 2
+        assert re.search(message, capsys.readouterr().err), flag
+    assert run(exact, text, tmp_path, "--plan", "--no-train", "--bits=6") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"the file: at most 0.\d MB, compared with q5_0\ncosts: 45 passes of 64", said)
+    assert not (tmp_path / "small.shrink").exists()
+
+
+@pytest.mark.slow
+def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, monkeypatch):
+    """Chosen types, importance, and the table; a second call measures nothing again."""
+    monkeypatch.setattr(shrink, "_RECIPES", ("q4_0", "q5_0", "q8_0"))
+    source = kdjax.open_checkpoint(exact / "student.gguf")
+    assert run(exact, text, tmp_path, "--like=q5_0", "--no-train") == 0
+    said = capsys.readouterr().out
+    out, work = tmp_path / "small.gguf", tmp_path / "small.shrink"
+    assert out.stat().st_size <= count_gguf_bytes(source, "q5_0")
+    rows = re.findall(r"^\| (.+) \| [\d.]+ \| ([\d.]+) \| [\d.]+ \|$", said, re.M)
+    assert [name for name, _ in rows] == ["q5_0, with importance", "small.gguf"]
+    assert float(rows[1][1]) <= float(rows[0][1])
+    types = Mixture.named(str(work / "types.txt"), source.spec).tensors
+    table = open_table(out)
+    assert {name: table.info(name).dtype for name in types} == types
+    card = out.with_suffix(".md").read_text()
+    assert source.sha256 in card and "\n0 matrices have the type of the source" in card
+    assert json.loads((work / "costs.json").read_text())["model"] == source.sha256
+    monkeypatch.setattr(shrink, "measure_costs", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(shrink, "sum_squares", lambda *_: pytest.fail("measured again"))
+    assert run(exact, text, tmp_path, "--like=q5_0", "--no-train") == 2
+    assert "is there already" in capsys.readouterr().err
+    assert run(exact, text, tmp_path, "--bits=6", "--no-train", "--overwrite") == 0
+    flags = ["--bits=6", "--no-train", "--overwrite", f"--heldout={text}/a1*.py"]
+    assert run(exact, text, tmp_path, *flags) == 2
+    assert "found costs of rows" in capsys.readouterr().err and out.exists()
+
+
+@pytest.mark.slow
+def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shrink, "_RECIPES", ("q4_0", "q5_0", "q8_0"))
+    flags = ["--like=q4_0", "--steps=6"]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            shrink, "export_gguf", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        assert run(exact, text, tmp_path, *flags) == 75
+    assert (
+        not (tmp_path / "small.gguf").exists() and "same command goes on" in capsys.readouterr().out
+    )
+    assert run(exact, text, tmp_path, *flags) == 0
+    said = capsys.readouterr().out
+    names = re.findall(r"^\| (.+?) \| [\d.]+ \|", said, re.M)
+    assert names == ["q4_0, with importance", "chosen types, untrained", "small.gguf, trained"]
+    assert run(exact, text, tmp_path, "--like=q4_0", "--seconds=1", "--overwrite") == 2
+    assert "Name another --work" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_bench_leaves_the_lattice_and_compares_at_equal_bytes(models, text, tmp_path):
+    """Numbers of the reference lie as far off as any; rows of the table are made once."""
+    out = tmp_path / "mix"
+    sizes = "seq-len=32 batch-size=2 cost-rows=2 heldout-rows=4 imatrix-rows=8 hessian-rows=8"
+    sizes += " chunk-tokens=64 compute=float32 reference-steps=2 recipes=q5_0 hessians=q5_0"
+    flags = [f"--{flag}" for flag in f"{sizes} train=q5_0:1 start=columns files".split()]
+    where = [f"--model={models}/student.gguf", f"--text={text}", f"--out={out}"]
+    assert mixtures.main([*where, *flags]) == 0
+    lines = (out / "results.jsonl").read_text()
+    rows = {row["name"]: row for row in map(json.loads, lines.splitlines())}
+    assert len(rows) == 7 and all(row["kl"] >= 0 for row in rows.values())
+    for name, row in rows.items():
+        assert row["bytes"] <= rows["q5_0 recipe importance"]["bytes"], name
+    assert open_table(out / "reference.gguf").info("blk.0.ffn_up.weight").dtype == "BF16"
+    assert mixtures.main([*where, *flags]) == 0
+    assert (out / "results.jsonl").read_text() == lines
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32))
+    noisy, size = mixtures._add_noise(x, "Q4_0", jax.random.key(0))
+    assert 0.28 < float(size) < 0.3
+    again = np.asarray(decode(encode(np.asarray(noisy), "Q4_0"), "Q4_0"))
+    plain = np.asarray(decode(encode(np.asarray(x), "Q4_0"), "Q4_0"))
+    assert np.linalg.norm(again - noisy) > 0.9 * np.linalg.norm(plain - x)
