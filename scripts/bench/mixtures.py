@@ -318,7 +318,8 @@ class Bench:
         state: Any = step.init(self.student.params)
         if args.start != "plain":
             masters, kept = self.begin(mixture, columns=args.start == "columns")
-            state = state.replace(params=masters, kept=kept)
+            # The step donates its state: others keep what the masters share with the reference.
+            state = state.replace(params=jax.tree.map(jnp.copy, masters), kept=kept)
             del masters, kept
         rate = 2e-5 if arm.recipe == "q2_k" else 1e-5
         source = TextSource(self.rows.train, batch_size=args.batch_size, seed=args.seed)
