@@ -145,7 +145,7 @@ class TrainConfig:
     batch_size: int = 16  # rows an optimizer step, over all devices
     microbatches: int = 1  # parts a batch is computed in; saves memory, changes no result
     seed: int = 0  # of the data's order and of random weights
-    compute_dtype: str = "bfloat16"  # bfloat16 | float32: of activations and products
+    compute_dtype: str = "auto"  # auto | bfloat16 | float32: of activations and products
     reduce_dtype: str = "float32"  # float32 | bfloat16: of gradients while several GPUs add them
 
 
@@ -371,6 +371,17 @@ def choose_optim(config: Config) -> OptimConfig:
     return dataclasses.replace(config.optim, learning_rate=lora.learning_rate)
 
 
+def settle_dtype(config: Config, platform: str) -> Config:
+    """Copies the config with the number type that `train.compute_dtype=auto` means on a platform.
+
+    float32 on a "cpu", whose products in bfloat16 are slower, bfloat16 elsewhere.
+    """
+    if config.train.compute_dtype != "auto":
+        return config
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype=dtype))
+
+
 def last_step(config: Config) -> int:
     """The last optimizer step of this process: of the run, or of its smoke trial."""
     return config.smoke.steps or config.train.steps
@@ -534,7 +545,7 @@ _RULES: dict[str, _Rule] = {
     "train.seconds": _NON_NEGATIVE,
     "train.batch_size": _POSITIVE,
     "train.microbatches": _POSITIVE,
-    "train.compute_dtype": _choice("bfloat16", "float32"),
+    "train.compute_dtype": _choice("auto", "bfloat16", "float32"),
     "train.reduce_dtype": _choice("bfloat16", "float32"),
     "rollout.writer": _choice("student", "teacher"),
     "rollout.share": ((lambda v: 0 < v <= 1), "above 0 and at most 1"),
@@ -747,7 +758,8 @@ _BOUNDS = (
     _Bound(
         "optim.warmup_steps",
         lambda c: not c.optim.warmup_steps >= c.train.steps - c.train.after > 0,
-        "less than train.steps={train.steps} - train.after={train.after}",
+        "less than train.steps={train.steps} - train.after={train.after}; lower it (0: no warmup), "
+        "or raise train.steps",
     ),
     _Bound(
         "smoke.steps",

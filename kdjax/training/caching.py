@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdjax.config import Config, TeacherConfig, last_step
+from kdjax.config import Config, TeacherConfig, last_step, settle_dtype
 from kdjax.data import teacher_cache
 from kdjax.data.answers import Said
 from kdjax.data.pipeline import example, stack_examples
@@ -56,6 +56,7 @@ def cache_teacher(
         raise UserError(
             "found --config.teacher.path=''; expected a teacher to run. Name its file or folder."
         )
+    config = settle_dtype(config, jax.default_backend())
     placement, pair, plan = survey(config)
     real = pair.vocabulary.real
     if isinstance(kind, CachedTopK):
@@ -105,6 +106,7 @@ def cache_answers(config: Config, out: Path, k: int | None, *, rest: str = "tail
     """
     TeacherInBatch(rest).check_loss(KDLoss(temperature=config.loss.temperature))
     config = dataclasses.replace(config, teacher=TeacherConfig())
+    config = settle_dtype(config, jax.default_backend())
     pair = open_pair(config)
     if k is not None:
         _check_k(k, pair.vocabulary.real)

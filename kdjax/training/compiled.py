@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kdjax.config import Config
+from kdjax.config import Config, settle_dtype
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
 from kdjax.training.job import build_step
@@ -63,7 +63,8 @@ def ask_xla(plan: Plan, config: Config, pair: Pair, placement: Placement) -> Pla
     if plan.platform != "cpu" or not placement.alone or not known:
         return plan
     _log.info("compiling the step, whose memory XLA tells")
-    settled = replace_settings(config, plan.remat, plan.chunk_tokens)
+    settled = settle_dtype(config, plan.platform)
+    settled = replace_settings(settled, plan.remat, plan.chunk_tokens)
     settled.student.imatrix = ""  # a file that no step reads
     held = count_step(settled, pair, placement, plan.kind)
     others = {name: parts for name, parts in plan.phases.items() if name not in STEP_PHASES}

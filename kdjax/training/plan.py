@@ -33,6 +33,7 @@ from kdjax.config import (
     count_prompt_positions,
     flatten,
     set_fields,
+    settle_dtype,
 )
 from kdjax.device import sharding
 from kdjax.device.runtime import Devices
@@ -76,7 +77,7 @@ TEACHER, LOSS, BACKWARD, MUON = STEP_PHASES = (
 
 def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind) -> Plan:
     """The plan of one kind of teacher and of a `student.remat` by name; allocates nothing."""
-    form = form_of(config.student)
+    config, form = settle_dtype(config, devices.platform), form_of(config.student)
     shapes = form.shapes(pair.student)
     masters = sharding.tree_bytes(shapes, mesh)
     tx, frozen = _prepare_optimizer(config.optim, pair.student.spec, shapes)
@@ -521,6 +522,7 @@ def choose_plan(
     of several kinds fits, naming what is missing and settings that fit. A single kind was set by
     name and is not refused: the plan may be wrong by a few percent.
     """
+    config = settle_dtype(config, devices.platform)
     # On a CPU "none" is hardly faster, and the memory is other programs' too.
     roomy = devices.platform != "cpu" and bool(devices.memory_bytes)
     remats = (config.student.remat,)

@@ -11,7 +11,7 @@ import jax
 import optax
 from flax import nnx
 
-from kdjax.config import Config, check_fields, flatten, validate
+from kdjax.config import Config, check_fields, flatten, settle_dtype, validate
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
@@ -90,6 +90,7 @@ def distill(
         joined = cluster.started(distributed, join_timeout, suits_cpu=suits_cpu)
         with timing("devices"):
             devices = held.enter_context(joined)
+        config = settle_dtype(config, jax.default_backend())
         with timing("downloads"):
             config = fetch_files(config, check=functools.partial(survey, whole=False))
         held.enter_context(_naming_checkpoint(workdir))
