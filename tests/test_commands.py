@@ -14,14 +14,19 @@ import pytest
 
 from kdjax import config as config_module
 from kdjax.commands import cli, parsing
-from kdjax.config import CONFLICTS, Config, flatten, validate
+from kdjax.config import CONFLICTS, Config, flatten, settle_dtype, validate
 from kdjax.data.text import find_files
 from kdjax.errors import (
     BAD_INPUT,
     CHECK_FAILED,
+    COLLAPSED,
     FINISHED,
+    INTERRUPTED,
+    NOT_FINITE,
     NOT_WRITTEN,
+    PEER_LOST,
     QUIT,
+    SMOKE_FAILED,
     STATUSES,
     CheckError,
     MissingFileError,
@@ -68,6 +73,24 @@ def test_each_command_teaches(name, capsys):
     if name in ("train", "plan", "cache"):
         for field in flatten(Config()):
             assert f"\n  {field}=" in shown
+
+
+@pytest.mark.parametrize("name", ["train", "draft"])
+def test_a_run_lists_how_it_may_end(name, capsys):
+    """By damage of its checkpoint, or as training makes the student worse."""
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    shown = capsys.readouterr().out
+    for status in (SMOKE_FAILED, NOT_FINITE, CHECK_FAILED, COLLAPSED, PEER_LOST, INTERRUPTED):
+        assert f"  {status:>3}  {STATUSES[status]}" in shown
+
+
+def test_auto_computes_in_float32_on_a_cpu():
+    for platform, dtype in (("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")):
+        assert settle_dtype(Config(), platform).train.compute_dtype == dtype
+    config = Config()
+    config.train.compute_dtype = "bfloat16"
+    assert settle_dtype(config, "cpu") is config
 
 
 @pytest.mark.slow
@@ -414,7 +437,11 @@ def test_the_wheel_has_every_package_and_the_configs():
         ({"loss.alpha": 1.5}, r"loss.alpha=1.5: must be between 0 and 1"),
         ({"loss.alpha": -0.1, "train.steps": 0}, r"(?s)loss.alpha=-0.1.*train.steps=0"),
         ({"train.microbatches": 3}, r"train.batch_size=8: must be divisible by .*=3"),
-        ({"optim.warmup_steps": 10}, r"optim.warmup_steps=10: must be less than train.steps=10"),
+        (
+            {"optim.warmup_steps": 10},
+            r"optim.warmup_steps=10: must be less than train.steps=10 - train.after=0; lower it "
+            r"\(0: no warmup\), or raise train.steps",
+        ),
         ({"optim.final_learning_rate": 1.0}, r"must be at most optim.learning_rate"),
         ({"teacher.weights": "gpu"}, r"teacher.weights='gpu': must be one of auto, dense"),
         ({"data.train": ""}, r"data.train='': must be set"),

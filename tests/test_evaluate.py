@@ -898,7 +898,7 @@ def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mes
         for step in (1, 2):
             params = jax.tree.map(lambda x: x + 1e-3, params)
             state = TrainState(np.int32(step), params, {"count": np.int32(step)})
-            checkpoints.save(step, state, {"identity": identify(tiny_config, {})})
+            checkpoints.save(state, {"identity": identify(tiny_config, {})})
     target = open_target(f"{work}@dense:float32", tiny_config.student.path)
     assert target.checkpoint.saved is not None and target.checkpoint.saved.step == 2
     assert str(target) == f"{work}, step 2, float32"

@@ -45,7 +45,7 @@ def workdir(student, tmp_path_factory):
             state = TrainState(
                 jnp.int32(step), jax.tree.map(jnp.asarray, tree), {"mu": jnp.ones(3)}
             )
-            checkpoints.save(step, state, {"identity": identity, "data": {}})
+            checkpoints.save(state, {"identity": identity, "data": {}})
     figures = {"step": 10, "student_ce": 1.25, "kl": 0.125, "agreement": 0.875, "tokens": 1000}
     receipt = {
         "format": 1,

@@ -433,7 +433,7 @@ def test_a_tensor_that_did_not_change_is_named(finished, tmp_path):
         params["norm"]["weight"] = before["norm"]["weight"]
         up = params["blocks"]["mlp"]["up"]
         up["weight"] = up["weight"].at[1].set(before["blocks"]["mlp"]["up"]["weight"][1])
-        checkpoints.save(10, state.replace(params=params), run)
+        checkpoints.save(state.replace(params=params), run)
     sha = provenance.params_hash(saved_params(copy, 10))
     edit(copy, lambda r: r["output"].update(params_sha256=sha))
     with pytest.raises(UserError, match=r"1 of 9") as error:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,12 @@ from test_run import REPOSITORY
 from kdjax.errors import CHECK_FAILED, CheckError, MissingFileError, UserError
 from kdjax.formats.checksums import add_up, checksum
 from kdjax.formats.locks import LOCK, LockedError, locking
-from kdjax.formats.saved import DamagedError, find_damage, reading, saved_params
+from kdjax.formats.saved import DamagedError, find_damage, reading, saved_params, saved_run
+from kdjax.training.job import Job
 from kdjax.training.saving import Checkpoints
+from kdjax.training.step import TrainState
 from kdjax.watch.run import distill
+from kdjax.watch.verify import verify
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -239,7 +243,7 @@ def test_what_a_library_says_of_damage_is_one_line_and_the_rest_in_a_file(done, 
         pass
     line = next(r.getMessage() for r in caplog.records if "is damaged" in r.getMessage())
     said = line.partition(". It is kept as ")[0]
-    assert "opt_state/1/0/count cannot be read" in said and "does not match actual length" in said
+    assert "state: step cannot be read" in said and "does not match actual length" in said
     assert len(said) < 270 and "\n" not in said
     whole = (workdir / "damaged-2" / "error.txt").read_text()
     assert "Error decoding local file" in whole and len(whole) > len(said)
@@ -268,7 +272,62 @@ def test_steps_of_versions_without_checksums_are_resumed(done):
     with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
         assert checkpoints.latest() == 2
     (workdir / "checkpoints/2/state/manifest.ocdbt").unlink()
-    assert "opt_state/1/0/count cannot be read" in find_damage(workdir, 2).problem
+    assert "state: step cannot be read" in find_damage(workdir, 2).problem
+
+
+@pytest.mark.parametrize("number", [1, 8])
+def test_a_step_in_a_folder_of_another_number_is_refused(done, number):
+    """Renamed to the last step, it would count as the finished run."""
+    config, workdir = done
+    folders = workdir / "checkpoints"
+    shutil.rmtree(folders / "1")
+    (folders / "2").rename(folders / str(number))
+    config.train.steps = 8
+    before = sorted(workdir.rglob("*"))
+    said = rf"{folders}/{number} holds step 2; expected step {number}, .* Rename it to 2"
+    with pytest.raises(CheckError, match=said) as error:
+        distill(config, workdir)
+    assert error.value.status == CHECK_FAILED
+    assert sorted(workdir.rglob("*")) == before
+    for read in (lambda: saved_params(workdir, number), lambda: find_damage(workdir, number)):
+        with pytest.raises(CheckError, match=said):
+            read()
+    receipt = workdir / "receipt.json"
+    receipt.write_text(receipt.read_text().replace("checkpoints/2", f"checkpoints/{number}"))
+    entries = json.loads(receipt.read_text())
+    entries["steps"] = entries["output"]["step"] = number
+    receipt.write_text(json.dumps(entries))
+    with pytest.raises(CheckError, match=rf"checkpoint: cannot be checked: CheckError: {said}"):
+        verify(workdir)
+
+
+def test_a_save_that_orbax_skips_is_an_error(tmp_path):
+    state = TrainState(jnp.int32(5), {"weight": jnp.ones(3)}, {"mu": jnp.ones(3)})
+    with Checkpoints(tmp_path, 3) as checkpoints:
+        checkpoints.save(state, {})
+        for step in (5, 4):
+            with pytest.raises(CheckError, match=rf"step {step} was not saved: .* holds step 5"):
+                checkpoints.save(state.replace(step=jnp.int32(step)), {})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["5"]
+
+
+def test_a_run_that_decayed_rates_of_delta_layers_is_refused(done):
+    """Their checkpoints have no `undecayed`; those of other students go on."""
+    _, workdir = done
+    identity = saved_run(workdir, 2)["identity"]
+    job = SimpleNamespace(workdir=workdir, identity=identity, undecayed=[])
+    assert Job.read_record(job, 2)["identity"] == identity
+    job.undecayed = ["log_rate", "shift"]
+    with pytest.raises(UserError, match=r"moved A_log and dt_bias.*student.path=.*/run and a new"):
+        Job.read_record(job, 2)
+
+
+def test_wandb_is_missed_before_anything_is_opened(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    tiny_config.log.wandb_project, tiny_config.teacher.path = "p", str(tmp_path / "none.gguf")
+    with pytest.raises(UserError, match=r"pip install 'kdjax\[wandb\]'"):
+        distill(tiny_config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -144,9 +145,11 @@ def test_wandb_is_asked_for_and_used(tmp_path, monkeypatch):
         log=lambda values, step: logged.append((step, values)),
         finish=lambda exit_code: logged.append(("end", exit_code)),
     )
-    fake = types.SimpleNamespace(init=lambda **kwargs: run)
+    begun = []
+    fake = types.SimpleNamespace(init=lambda **kwargs: begun.append(kwargs["id"]) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    play(writers.WeightsAndBiases("project", tmp_path), tmp_path)
+    play(writers.WeightsAndBiases("project", Path("a#1: 50%?")), tmp_path)
+    assert begun == ["a-1- 50--"]  # an id takes no other characters
     assert [step for step, _ in logged] == [0, 2, 4, "end"]
     assert logged[1][1]["train/loss"] == 1.5
 

@@ -60,6 +60,9 @@ def help_text() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that the first argument names; returns the exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    for argument in rest:
+        if argument != argument.encode(errors="ignore").decode():  # no output could name it
+            raise UserError(f"found {argument!r}; expected UTF-8: rename the file or folder.")
     if name in COMMANDS:
         # NumPy and JAX print a Ctrl-C during their imports, and turn it into an ImportError.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))

@@ -12,6 +12,7 @@ and --config.FIELD=VALUE sets any other field.
 """
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,9 +20,9 @@ import jax
 
 from kdjax.commands.export import read_model
 from kdjax.commands.parsing import Parser, RunCommand, add_cluster_flags, log_to_terminal, override
-from kdjax.commands.train import carry_out
+from kdjax.commands.train import ENDS, carry_out
 from kdjax.config import NEW, OWN_BLOCK, SELF, Config, validate
-from kdjax.errors import FINISHED, INTERRUPTED, NOT_FINITE, PEER_LOST, UserError, reporting
+from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.export import export_gguf
 from kdjax.export.staging import check_target
 from kdjax.formats.blocks import ENCODED
@@ -32,7 +33,7 @@ from kdjax.models.nextn import pack_block, take_block
 
 
 def _parser() -> Parser:
-    parser = Parser("draft", __doc__, NOT_FINITE, PEER_LOST, INTERRUPTED)
+    parser = Parser("draft", __doc__, *ENDS)
     add = parser.add_argument
     add("model", metavar="MODEL", help="the served file, with @FORM (default: @packed)")
     add("--data", required=True, metavar="PATHS", help="text, preferably MODEL's answers")
@@ -106,3 +107,4 @@ def _write(args: argparse.Namespace) -> None:
     if None not in shares:
         print("of its drafts accepted at T = 1: {:.4f} before, {:.4f} after".format(*shares))
     print(f"{args.out}: {checkpoint}")
+    print(f"next:\n  kdjax generate {shlex.quote(str(args.out))} --draft=own --prompt='def '")

@@ -161,7 +161,9 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
     is neither a file nor a shipped config, `UserError` for a file that fails or returns no
     `Config`.
     """
-    file, colon, kind = text.partition(":")
+    file, colon, kind = text.rpartition(":")
+    if not colon or Path(text).is_file():
+        file, colon, kind = text, "", ""
     path = Path(file)
     if not path.is_file():
         names = shipped()

@@ -25,6 +25,8 @@ from kdjax.commands.parsing import (
 from kdjax.commands.plan import plan_run
 from kdjax.config import Config
 from kdjax.errors import (
+    CHECK_FAILED,
+    COLLAPSED,
     FINISHED,
     INTERRUPTED,
     NOT_FINITE,
@@ -36,16 +38,19 @@ from kdjax.errors import (
     print_error,
     reporting,
 )
-from kdjax.formats.saved import CHECKPOINTS, saved_steps
+from kdjax.formats.saved import CHECKPOINTS, check_folder, saved_steps
 from kdjax.progress import timing
 from kdjax.training.hooks import exit_status
 from kdjax.watch.smoke import Verdict
 
 _log = logging.getLogger("kdjax")
+# How a training run may end, in addition to what every command does.
+ENDS = SMOKE_FAILED, NOT_FINITE, CHECK_FAILED, COLLAPSED, PEER_LOST, INTERRUPTED
 
 
 def check_workdir(workdir: Path) -> Path:
-    """Returns the folder, not made yet; raises `UserError` if it cannot be made or written."""
+    """Returns the folder, not made yet; raises `UserError` if it cannot hold a run."""
+    check_folder(workdir)
     there = next(p for p in (workdir, *workdir.absolute().parents) if os.path.lexists(p))
     reason = "" if there.is_dir() else f"{there} is no folder"
     if reason or not os.access(there, os.W_OK | os.X_OK):
@@ -57,7 +62,7 @@ def check_workdir(workdir: Path) -> Path:
 @reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    parser = run_parser("train", __doc__, SMOKE_FAILED, NOT_FINITE, PEER_LOST, INTERRUPTED)
+    parser = run_parser("train", __doc__, *ENDS)
     text = "folder for checkpoints, metrics and the report; runs/<name of the config> by default"
     parser.add_argument("--workdir", help=text)
     parser.add_argument("--plan", action="store_true", help="as `kdjax plan`: train nothing")
@@ -109,7 +114,24 @@ def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
     if jax.process_index() != 0:
         return FINISHED
     print(f"done: {workdir}", *closing_lines(workdir, saved_steps(workdir)[-1]), sep="\n")
+    print("\n".join(list_next(config, workdir)))
     return FINISHED
+
+
+def list_next(config: Config, workdir: Path) -> list[str]:
+    """Commands to type after a finished run, below a title; `kdjax draft` has its own."""
+    student, run = config.student, shlex.quote(str(workdir))
+    if student.block:
+        return []
+    out, options = f"{workdir.name}.gguf", "gguf" if student.quantize else "gguf --type=q8_0"
+    if student.lora.rank:
+        out, options = f"{workdir.name}-adapter", "peft"
+    return [
+        "next:",
+        f"  kdjax generate {run} --prompt='def '",
+        f"  kdjax export {run} --format={options} --out={shlex.quote(out)}",
+        f"  kdjax verify {run}",
+    ]
 
 
 def _same_command() -> str:

@@ -104,6 +104,8 @@ def split_sources(text: str) -> tuple[list[str], list[str]]:
 
 
 def _split(text: str) -> list[str]:
+    if os.path.lexists(os.path.expanduser(text)):  # a name may have commas in it
+        return [text]
     return [part for part in map(str.strip, text.split(",")) if part]
 
 
@@ -120,7 +122,7 @@ def find_files(patterns: str) -> list[Path]:
     paths, packages = split_sources(patterns)
     for pattern in (p for path in paths for p in _split(fetch_path(path, TEXT))):
         expanded = os.path.expanduser(pattern)
-        matches = sorted(glob.glob(expanded, recursive=True)) or [expanded]
+        matches = sorted(glob.glob(_escape_folders(expanded), recursive=True)) or [expanded]
         matched: set[Path] = set()
         for path in map(Path, matches):
             matched |= set(_walk(path)) if path.is_dir() else {path}
@@ -140,6 +142,14 @@ def find_files(patterns: str) -> list[Path]:
     if not files and not installed:
         raise MissingFileError("no text was named: set data.train to directories, globs or files.")
     return list(dict.fromkeys([*sorted(files), *installed]))
+
+
+def _escape_folders(pattern: str) -> str:
+    """The pattern with `[`, `*` and `?` taken literally in each leading folder that exists so."""
+    done, rest = "/" if pattern.startswith("/") else "", pattern.lstrip("/").split("/")
+    while rest and os.path.lexists(os.path.join(done, rest[0])):
+        done = os.path.join(done, rest.pop(0))
+    return os.path.join(glob.escape(done), *rest)
 
 
 @functools.cache  # files are looked for before a run, and for its rows

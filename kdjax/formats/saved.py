@@ -6,10 +6,12 @@ has a checksum of every array. Nothing here writes or deletes.
 
 import contextlib
 import functools
+import glob
 import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from kdjax.errors import CheckError
+from kdjax.errors import CheckError, UserError
 from kdjax.formats.blocks import decode_fields, encode_stored
 from kdjax.formats.checksums import checksum
 from kdjax.formats.recipes import parts_by_type
@@ -33,19 +36,59 @@ FORM = "form"  # in `run`, of a rounded student: its block types, and the text t
 LORA = "lora"  # in `run`, of a student with adapters: their rank and matrices
 BLOCK = "block"  # in `run`, of a block that drafts, trained alone: true
 BEST = "best"  # in `run`: the best step so far, and the held-out figure that chose it
+UNDECAYED = "undecayed"  # in `run`: rates of delta layers, which earlier versions decayed
 CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays; of everything else in `run`
+_STEP = "step"  # the array with the step's number
 _PARAMS = "params/"  # prefix of the student's parameters
 _SCALES = "kept/"  # prefix of a rounded student's scales
-UNDECAYED = "undecayed"  # in `run`: rates of delta layers, which earlier versions decayed
 LayerNumbers = tuple[int, ...] | None  # numbers of layers in a stack; None for all
 _SHOWN = 3  # arrays that a message names
 _END = 80  # characters of a library's message that are shown of its beginning and of its end
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-def step_folder(workdir: Path, step: int) -> Any:
-    """Folder of a step, as an absolute path: Orbax takes no relative one."""
+class OrbaxPath(type(epath.Path())):  # type: ignore[misc]
+    """A local path as Orbax takes it, whatever characters are in it.
+
+    Orbax lists files by patterns, and its own paths take `[1]` in a folder's name for a part of the
+    pattern: arrays of such a folder are never merged. They also take `/gs`, `/s3`, `/az` and `/hf`
+    for services.
+    """
+
+    _uri_scheme = None
+
+    def glob(self, pattern: str) -> Iterator["OrbaxPath"]:
+        """Paths that `pattern` matches within this folder."""
+        found = glob.iglob(os.path.join(glob.escape(os.fspath(self)), pattern))
+        return (type(self)(path) for path in found)
+
+
+def step_folder(workdir: Path, step: int) -> Path:
+    """Folder of a step, as an absolute path: Orbax takes no relative one.
+
+    Raises `UserError` for one that it cannot read, see `check_folder`.
+    """
+    check_folder(workdir)
     return (workdir / CHECKPOINTS / str(step)).resolve()
+
+
+def check_folder(workdir: Path) -> None:
+    """Raises `UserError` for a folder whose steps could not be saved or read.
+
+    TensorStore takes `\\` for `/`, and names that are not UTF-8 not at all.
+    """
+    path = str((workdir / CHECKPOINTS).resolve())
+    if "\\" in path or path != path.encode(errors="ignore").decode():
+        raise UserError(
+            f"{path!r} cannot hold checkpoints; expected a path of UTF-8 without \\. Rename the "
+            "folder, or name another."
+        )
+
+
+def saved_when(workdir: Path, step: int) -> str:
+    """When a step was saved, in local time: `2026-11-28 04:07:40`."""
+    seconds = step_folder(workdir, step).stat().st_mtime
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def saved_steps(workdir: Path) -> list[int]:
@@ -102,11 +145,17 @@ def reading(folder: Path, part: str) -> Iterator[None]:
 def saved_run(workdir: Path, step: int) -> dict[str, Any]:
     """Reads `run` as passed to `training.saving.Checkpoints.save`, and the arrays' checksums.
 
-    Raises `DamagedError` if it differs from what was saved.
+    Raises `DamagedError` if it differs from what was saved, and `CheckError` for a folder of
+    another number than its step's.
     """
     folder = step_folder(workdir, step)
+    if (inside := int(_read(folder, _STEP))) != step:
+        raise CheckError(
+            f"{folder} holds step {inside}; expected step {step}, as the folder is named. Rename "
+            f"it to {inside}, or move it elsewhere."
+        )
     with reading(folder, "run/metadata"):
-        record = dict(ocp.JsonCheckpointHandler().restore(folder / "run"))
+        record = dict(ocp.JsonCheckpointHandler().restore(OrbaxPath(folder / "run")))
         saved = record.pop(DIGEST, None)  # absent from steps of older versions
         if saved not in (None, record_digest(record)):
             raise DamagedError(folder, "run/metadata holds other values than were saved")
@@ -129,7 +178,8 @@ def record_digest(record: Mapping[str, Any]) -> str:
 def find_damage(workdir: Path, step: int) -> DamagedError | None:
     """Checks a saved step, reading all of it, an array at a time; returns the error, None if none.
 
-    Steps of older versions have no checksums and are only read.
+    Steps of older versions have no checksums and are only read. Raises `CheckError` for a folder of
+    another number than its step's.
     """
     folder = step_folder(workdir, step)
     try:
@@ -154,7 +204,8 @@ def _open(folder: Path, name: str) -> ts.TensorStore:
     Uses TensorStore, since Orbax opens all arrays at once, and if some cannot be read, prints a
     traceback for each of the others.
     """
-    place = {"driver": "ocdbt", "base": f"file://{folder}/state/", "path": name.replace("/", ".")}
+    base = {"driver": "file", "path": f"{folder}/state/"}  # in a URL `#` and `%41` mean more
+    place = {"driver": "ocdbt", "base": base, "path": name.replace("/", ".")}
     with reading(folder, f"state: {name}"):
         return ts.open({"driver": "zarr", "kvstore": place}, open=True).result()
 
@@ -185,18 +236,16 @@ def _listed_names(folder: Path) -> set[str]:
         }
 
 
-def _open_tree(folder: Any) -> None:
+def _open_tree(folder: Path) -> None:
     """Opens the state as a run does, and reads one of its arrays."""
     with reading(folder, "state"):
-        handler = ocp.PyTreeCheckpointHandler()
-        metadata: Any = handler.metadata(folder / "state")
+        handler, state = ocp.PyTreeCheckpointHandler(), OrbaxPath(folder / "state")
+        metadata: Any = handler.metadata(state)
         leaves, structure = jax.tree.flatten(getattr(metadata, "tree", metadata))
         place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         placed = structure.unflatten([ocp.ArrayRestoreArgs(sharding=place)] * len(leaves))
         item = structure.unflatten([0] + [ocp.PLACEHOLDER] * (len(leaves) - 1))
-        handler.restore(
-            folder / "state", args=ocp.args.PyTreeRestore(item=item, restore_args=placed)
-        )
+        handler.restore(state, args=ocp.args.PyTreeRestore(item=item, restore_args=placed))
 
 
 def array_name(path: Any) -> str:

@@ -78,12 +78,12 @@ class ModelArgument:
 
     @classmethod
     def parse(cls, text: str) -> "ModelArgument":
-        """Parses a text; raises `UserError` for an unknown form. A path with an @ needs a form."""
+        """Parses a text, all of it a path if that exists; raises `UserError` for unknown forms."""
         path, at, form = text.rpartition("@")
         word, _, dtype = form.partition(":")
         weights = read_weights(word)
         revision = text.startswith(PREFIX) and weights not in WEIGHTS
-        if not at or "/" in form or revision:
+        if not at or "/" in form or revision or os.path.lexists(text):
             return cls(text)
         if weights not in WEIGHTS or (dtype or _DTYPES[0]) not in _DTYPES:
             raise UserError(

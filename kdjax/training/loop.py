@@ -232,7 +232,7 @@ class _Loop:
         if unjudged:
             record[UNJUDGED] = True
         self._checkpoints.best = self._judge.note_saved(step)
-        self._checkpoints.save(step, state, record | self._clock.record | self._judge.record)
+        self._checkpoints.save(state, record | self._clock.record | self._judge.record)
         for hook in self._hooks:
             hook.save_begin(step)
         self._delivery.restart_clock()

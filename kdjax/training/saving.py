@@ -40,12 +40,15 @@ from kdjax.formats.saved import (
     RECEIPT,
     Best,
     DamagedError,
+    OrbaxPath,
     array_name,
+    check_folder,
     find_damage,
     reading,
     record_digest,
     saved_run,
     saved_steps,
+    saved_when,
     step_folder,
 )
 from kdjax.models.arch import STACKS, ArchSpec
@@ -81,7 +84,8 @@ class Checkpoints:
     """Checkpoints of one workdir, under `workdir/checkpoints/<step>`.
 
     Opening them clears what a kill left of a save, and moves damaged newest steps aside. Raises
-    `CheckError` if there are steps and none is intact.
+    `CheckError` if there are steps and none is intact, or if the newest is of another step than its
+    folder says.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Checkpoints:
         if asynchronous is None:
             asynchronous = not on_cpu
         handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
+        check_folder(workdir)
         self._workdir = workdir
         self.best: Best | None = None  # a step that stays, in addition to the newest
         self._folder = (workdir / CHECKPOINTS).resolve()
@@ -110,7 +115,7 @@ class Checkpoints:
             if jax.process_count() > 1:  # the others open the folder once it is in order
                 multihost_utils.sync_global_devices("checkpoints in order")
             self._manager = ocp.CheckpointManager(
-                self._folder,
+                OrbaxPath(self._folder),
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=_Kept(keep, self),
                     enable_async_checkpointing=asynchronous,
@@ -124,11 +129,13 @@ class Checkpoints:
         """The newest complete step, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
-        """Saves, in the background if asynchronous; once it returns, the arrays may be donated.
+    def save(self, state: TrainState, run: dict[str, Any]) -> None:
+        """Saves the state under its step's number, in the background if asynchronous.
 
-        Raises `WriteError` if this save, or the one before it, could not be written.
+        Once it returns, the arrays may be donated. Raises `WriteError` if this save, or the one
+        before it, could not be written, and `CheckError` if the folder holds a later step.
         """
+        step = int(state.step)
         self.wait()
         if (need := self.check_room(state)) >= _LARGE:
             _log.info("saving a checkpoint of %.2f GB", need / 1e9)
@@ -137,7 +144,12 @@ class Checkpoints:
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         self._in_flight = True
         with self._writing():
-            self._manager.save(step, args=items)
+            begun = self._manager.save(step, args=items)
+        if not begun:  # Orbax skips a step that is not later than what it has
+            raise CheckError(
+                f"step {step} was not saved: {self._folder} holds step {self.latest()}. Move the "
+                "steps of another run elsewhere, or use another --workdir."
+            )
 
     def note_judged(self, step: int, changes: dict[str, Any]) -> None:
         """Changes the record of a saved step whose held-out evaluation was pending."""
@@ -255,7 +267,7 @@ def save_state(folder: str | Path, state: TrainState, *, keep: int = 2) -> None:
             "one. load_state goes on from what is saved there; another loop needs another folder."
         )
     with Checkpoints(folder, keep, asynchronous=False, look=False) as checkpoints:
-        checkpoints.save(step, state, {_STATE: _describe_arrays(state)})
+        checkpoints.save(state, {_STATE: _describe_arrays(state)})
 
 
 def _check_folder(folder: str | Path) -> Path:
@@ -289,6 +301,7 @@ def load_state(folder: str | Path, step: Step) -> TrainState | None:
     with Checkpoints(folder, keep=2, asynchronous=False) as checkpoints:
         latest = checkpoints.latest()
         assert latest is not None  # else opening raises
+        _log.info("resuming %s from step %d, saved %s", folder, latest, saved_when(folder, latest))
         saved = saved_run(folder, latest).get(_STATE)
         if saved is None:
             raise UserError(

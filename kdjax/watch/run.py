@@ -11,13 +11,13 @@ import jax
 import optax
 from flax import nnx
 
-from kdjax.config import Config, check_fields, flatten, settle_dtype, validate
+from kdjax.config import Config, check_fields, flatten, last_step, settle_dtype, validate
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
 from kdjax.formats.files import remove_leftovers, writing
 from kdjax.formats.locks import LOCK, locking
-from kdjax.formats.saved import CHECKPOINTS, saved_steps
+from kdjax.formats.saved import CHECKPOINTS, check_folder, saved_steps, saved_when
 from kdjax.hub import fetch_files
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.layers import LayerLoss
@@ -85,6 +85,9 @@ def distill(
     config = user_code.rewrite(config)
     validate(config)
     config = user_code.name_loss(config)
+    check_folder(workdir)
+    if config.log.wandb_project:
+        writers.import_wandb()
     with contextlib.ExitStack() as held:
         held.callback(PHASES.clear)
         joined = cluster.started(distributed, join_timeout, suits_cpu=suits_cpu)
@@ -103,6 +106,9 @@ def distill(
             check_finished(config, workdir, user_code)
             _close(workdir, step, config.train.steps)
             return "finished"
+        if step is not None:
+            when, last = saved_when(workdir, step), last_step(config)
+            _log.info("resuming %s from step %d of %d, saved %s", workdir, step, last, when)
         job = assemble(config, workdir, user_code)
         if not config.smoke.steps:
             checkpoints.check_room(job.step.abstract)

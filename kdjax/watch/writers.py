@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from kdjax.progress import PHASES, Phase, count_seconds, describe_phases
 from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
 
 METRICS = "metrics.jsonl"
+_NO_ID = re.compile(r"[/\\#?%:]")  # what no id of a run of Weights & Biases may hold
 
 
 class JsonLines(Hook):
@@ -124,18 +126,23 @@ class TensorBoard(_Scalars):
             self._writer.close()
 
 
+def import_wandb() -> Any:
+    """The module wandb; raises `UserError` if it is not installed."""
+    try:
+        import wandb  # type: ignore[import-not-found]
+    except ImportError:
+        raise UserError(
+            "log.wandb_project is set, but wandb is not installed: "
+            "pip install 'kdjax[wandb]', or leave the field empty."
+        ) from None
+    return wandb
+
+
 class WeightsAndBiases(_Scalars):
     """Sends the scalars to Weights & Biases; needs `pip install 'kdjax[wandb]'`."""
 
     def __init__(self, project: str, workdir: Path):
-        try:
-            import wandb  # type: ignore[import-not-found]
-        except ImportError:
-            raise UserError(
-                "log.wandb_project is set, but wandb is not installed: "
-                "pip install 'kdjax[wandb]', or leave the field empty."
-            ) from None
-        self._wandb, self._project, self._workdir = wandb, project, workdir
+        self._wandb, self._project, self._workdir = import_wandb(), project, workdir
         self._run: Any = None
 
     def train_begin(self, run: Run) -> None:
@@ -143,7 +150,7 @@ class WeightsAndBiases(_Scalars):
         super().train_begin(run)
         self._run = self._wandb.init(
             project=self._project,
-            id=self._workdir.name,
+            id=_NO_ID.sub("-", self._workdir.name),
             resume="allow",
             dir=str(self._workdir),
             config=dict(run.config),
