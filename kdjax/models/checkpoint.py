@@ -257,14 +257,36 @@ def _adapt(base: Checkpoint, adapters: StoredAdapters) -> Checkpoint:
     return dataclasses.replace(base, table=table, adapters=adapters)
 
 
+def _find_base(folder: Path) -> tuple[str | None, Path | None]:
+    """The base that a PEFT folder names, and its place on this machine."""
+    named = load_json(folder / ADAPTER_CONFIG, "a file").get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        return None, None
+    there = (path for path in (Path(named), folder / named) if os.path.exists(path))
+    return named, next((path for path in there if not path.samefile(folder)), None)
+
+
+def _refuse_circle(folder: Path) -> None:
+    """Raises `UserError` if adapters name each other as their bases."""
+    seen, at = [folder.resolve()], folder
+    while (at / ADAPTER_CONFIG).is_file() and (base := _find_base(at)[1]) is not None:
+        if base.resolve() in seen:
+            raise UserError(
+                f"{folder}: found adapters that name each other as bases ({at} names {base}); "
+                "expected the model that it was trained on. Name it: kdjax.load(..., base=PATH), "
+                f"or correct base_model_name_or_path of {ADAPTER_CONFIG}."
+            )
+        seen.append(base.resolve())
+        at = base
+
+
 def _open_adapter(folder: Path, base: str, tokenizer: str, *, whole: bool) -> Checkpoint:
     """Opens a PEFT folder on its base."""
-    named = load_json(folder / ADAPTER_CONFIG, "a file").get("base_model_name_or_path")
-    if not base and isinstance(named, str) and named:
-        beside = [Path(named), folder / named]
-        there = (path for path in beside if os.path.exists(path))
-        found = next((path for path in there if not path.samefile(folder)), None)
-        base = str(found) if found else f"{PREFIX}{named}" if _REPO.fullmatch(named) else ""
+    named = base or None
+    if not base:
+        _refuse_circle(folder)
+        named, found = _find_base(folder)
+        base = str(found) if found else f"{PREFIX}{named}" if _REPO.fullmatch(named or "") else ""
     if not base:
         raise MissingFileError(
             f"{folder}: found an adapter whose base, {named!r}, is not here; expected the model "

@@ -44,6 +44,7 @@ from kdjax.models.encoders import (
 from kdjax.models.families import FAMILIES
 from kdjax.models.long_text import encode_pieces, encode_texts
 from kdjax.models.pretokenizers import Rule
+from kdjax.models.templates import render_template
 
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
 _TEMPLATE_MARKS = re.compile(r"<\|[^|<>\s]+\|>|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST]
@@ -256,26 +257,20 @@ class Tokenizer:
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_next: bool = False) -> str:
         """Renders a conversation by the chat template; `answer_next` opens the assistant's turn.
 
-        Raises `UserError` if the tokenizer has no template or the template refuses the messages.
+        Raises `UserError` if the tokenizer has no template, the template refuses the messages or
+        exceeds the bounds of `render_template`.
         """
-        from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         if self.chat_template is None:
             raise UserError(
                 "the tokenizer has no chat template, so `messages` cannot be rendered; use plain "
                 "`text`, an instruct model, or its tokenizer (data.tokenizer, --tokenizer)."
             )
-        try:
-            rendered, _ = render_jinja_template(
-                [[dict(message) for message in messages]],
-                chat_template=self.chat_template,
-                add_generation_prompt=answer_next,
-                **self._named_tokens,
-            )
-        except (TemplateError, TypeError, KeyError) as error:
-            raise UserError(f"the chat template refuses the messages: {error}") from error
-        return rendered[0]
+        return render_template(
+            self.chat_template,
+            [dict(message) for message in messages],
+            add_generation_prompt=answer_next,
+            **self._named_tokens,
+        )
 
 
 def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokenizer:
@@ -442,9 +437,12 @@ def _from_folder(folder: Path) -> Tokenizer:
     encoder.no_padding()
     by_id = {i: token for token, i in encoder.get_vocab(with_added_tokens=True).items()}
     size = max(by_id) + 1
-    missing = [i for i in range(size) if i not in by_id]
-    if missing:
-        raise UserError(f"{folder}/tokenizer.json has no token with id {missing[0]}")
+    if size > len(by_id):
+        missing = next(i for i in itertools.count() if i not in by_id)
+        raise UserError(
+            f"{folder}/tokenizer.json has no token with id {missing}, and one with id {size - 1}; "
+            f"expected ids without a gap. {_ANOTHER}"
+        )
     path = folder / "generation_config.json"
     ends = load_json(path, "a file").get("eos_token_id") if path.is_file() else None
     ends = ends if isinstance(ends, list) else [ends]
@@ -482,8 +480,14 @@ def _open_by_transformers(folder: Path) -> Any:
             # For a model without a class there (MiniCPM) it would ask to run the folder's code, and
             # read longrope as for a class; nothing in the config concerns the tokenizer.
             given["config"] = PretrainedConfig()
-        return AutoTokenizer.from_pretrained(folder, **given)
+        # None, the default, asks on standard input whether to run the folder's code.
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **given)
     except Exception as error:  # validators of Transformers and its tokenizers raise any kind
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{folder}: found a tokenizer that is code in the folder (auto_map of "
+                f"tokenizer_config.json), which kdjax never runs. {_ANOTHER}"
+            ) from error
         cause = error.__cause__ or error
         said = textwrap.shorten(f"{type(cause).__name__}: {cause}", 300)
         raise UserError(

@@ -34,14 +34,15 @@ class JsonLines(Hook):
         """Drops lines beyond the step that the run resumes from."""
         kept = []
         if run.start_step > 0 and self._path.exists():
-            for line in self._path.read_text().splitlines(keepends=True):
+            for line in self._path.read_bytes().splitlines(keepends=True):
                 try:
                     if json.loads(line)["step"] <= run.start_step:
                         kept.append(line)
-                except json.JSONDecodeError:  # a kill has cut this line short
+                # A kill has cut this line short, or a disk has damaged it.
+                except (ValueError, KeyError, TypeError, RecursionError):
                     continue
         with replacing(self._path) as file:
-            file.write("".join(kept).encode())
+            file.write(b"".join(kept))
         self._tokens_per_step = run.tokens_per_step
         self._file = self._path.open("a", buffering=1)
 

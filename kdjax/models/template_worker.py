@@ -1,0 +1,76 @@
+"""Renders chat templates for `templates`, in a separate process: `python template_worker.py`.
+
+A template is a program that came with a model. Standard input brings pickled requests, each after
+its length; standard output takes JSON, each after its length. The process ends with its input.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import struct
+import sys
+
+SECONDS = 10  # of processor time for one conversation
+_MEMORY = 1 << 30  # bytes beyond what the libraries take
+_LENGTH = struct.Struct("<Q")
+
+
+def _read(count):
+    data = b""
+    while len(data) < count:
+        if not (part := os.read(0, count - len(data))):
+            sys.exit()
+        data += part
+    return data
+
+
+def _allow_seconds():
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(spent.ru_utime + spent.ru_stime) + SECONDS + 1
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    with contextlib.suppress(ValueError):  # the command has a lower limit
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
+
+
+def _bound_memory():
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    with contextlib.suppress(ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, hard))
+
+
+def _render(render, request):
+    most, template, messages, given = request
+    try:
+        [text], _ = render([messages], chat_template=template, **given)
+    except MemoryError:
+        return {"exceeded": f"more than {_MEMORY >> 20:,} MiB of memory"}
+    except Exception as error:  # whatever Python raises in an expression of the template
+        return {"refused": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+    if len(text) > most:
+        return {"exceeded": f"{len(text):,} characters; expected {most:,} at most"}
+    return {"text": text}
+
+
+def main():
+    """Answers requests until there are no more."""
+    out = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.path[:] = pickle.loads(_read(*_LENGTH.unpack(_read(_LENGTH.size))))
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _bound_memory()
+    while True:
+        request = pickle.loads(_read(*_LENGTH.unpack(_read(_LENGTH.size))))
+        _allow_seconds()
+        data = json.dumps(_render(render_jinja_template, request)).encode()
+        rest = memoryview(_LENGTH.pack(len(data)) + data)
+        while rest:
+            rest = rest[os.write(out, rest) :]
+
+
+if __name__ == "__main__":
+    main()
