@@ -1,12 +1,12 @@
-"""The student that the demo begins with: a small Qwen2 model that has read some Python.
+"""The student that the demo begins with: a small Qwen2 model that has read a few stories.
 
     bash scripts/demo/make_student.sh CORPUS OUT
 
-makes the text, calls this config and exports its result; text, steps, time and figures of the model
-that kdjax ships are in its card, kdjax/demo/student.md. No teacher takes part, and nothing of the
-standard library is read, which is the demo's own text. By hand, with text of one's own:
+calls this config and exports its result; text, steps, time and figures of the model that kdjax
+ships are in its card, kdjax/demo/student.md. No teacher takes part, and nothing of the demo's own stories
+is read. By hand, with text of one's own:
 
-    python -m kdjax.main --config=configs/demo_student.py --workdir=runs/demo_student \\
+    python -m kdjax.main --config=configs/demo_student.py --workdir=runs/demo_student \
       --config.data.train=FILES --config.data.heldout=FILES
 """
 
@@ -19,14 +19,14 @@ def get_config() -> Config:
     config = Config()
     config.student.path, config.student.init = str(demo.STUDENT_SHAPE), "random"
     config.student.remat = "none"
-    config.data.train, config.data.heldout = "train.jsonl", demo.heldout_text()
+    config.data.train, config.data.heldout = str(demo.STORIES), str(demo.HELD_OUT)
     config.data.seq_len, config.data.max_segments = 256, 16
     config.loss.alpha, config.loss.chunk_tokens = 1.0, 1024
     config.optim.learning_rate, config.optim.final_learning_rate = 2e-3, 2e-4
-    config.optim.warmup_steps, config.optim.weight_decay = 100, 0.1
-    config.train.steps, config.train.batch_size = 1000, 4
+    config.optim.warmup_steps, config.optim.weight_decay = 30, 0.1
+    config.train.steps, config.train.batch_size = 120, 4
     config.train.compute_dtype = "float32"
-    config.eval.every, config.eval.rows = 500, 40
+    config.eval.every, config.eval.rows = 60, 40
     config.checkpoint.every, config.checkpoint.keep = 0, 1
-    config.log.every, config.log.tensorboard = 100, False
+    config.log.every, config.log.tensorboard = 20, False
     return config

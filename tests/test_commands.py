@@ -246,7 +246,7 @@ def test_a_name_is_a_file_that_comes_with_kdjax(monkeypatch, tmp_path):
     assert run_of("--config=demo:baseline").name == "demo-baseline"
     assert run_of("--config=demo:baseline").config == run_of("--config=configs/demo.py:baseline")[1]
     monkeypatch.chdir(tmp_path)
-    assert run_of("--config=demo").config.train.steps == 350
+    assert run_of("--config=demo").config.train.steps == 470
     (tmp_path / "mine.py").write_text("import os\n\n\ndef get_config():\n    1 / 0\n")
     with pytest.raises(UserError, match=r"mine.py:5: ZeroDivisionError: division by zero"):
         run_of("--config=mine.py")

@@ -58,8 +58,8 @@ def train_on_the_demo(config, folder):
     """The held-out KL of the demo's student before and after 24 steps of the config's recipe."""
     config.teacher.path, config.teacher.param_dtype = str(demo.TEACHER), "float32"
     config.student.path, config.student.remat = str(demo.STUDENT), "none"
-    config.data.train = str(demo.standard_library() / "asyncio" / "*.py")
-    config.data.heldout = str(demo.standard_library() / "textwrap.py")
+    config.data.train = str(demo.STORIES)
+    config.data.heldout = str(demo.HELD_OUT)
     config.data.cache_dir = str(folder / "rows")
     config.data.seq_len, config.data.max_segments, config.loss.chunk_tokens = 64, 8, 256
     config.train.steps, config.train.batch_size, config.train.compute_dtype = 24, 4, "float32"

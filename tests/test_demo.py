@@ -11,16 +11,13 @@ import pytest
 
 from kdjax import config as config_module
 from kdjax import demo
-from kdjax.data.rows import RowSettings, prepare_rows
-from kdjax.data.text import find_files
 from kdjax.errors import UserError
 from kdjax.formats import open_shapes, open_table
 from kdjax.models.loading import count_parameters
 from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import load_tokenizer
 from kdjax.watch.report.page import closing_lines
-from scripts.demo import compare
-from scripts.demo.text import write as write_text
+from scripts.demo import compare, stories
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -36,11 +33,9 @@ configured = load("configs/demo.py").get_config
 
 
 @pytest.mark.parametrize(
-    ("path", "most", "packages"),
-    [(demo.TEACHER, 20e6, "packages.txt"), (demo.STUDENT, 3e6, "student_packages.txt")],
-    ids=["teacher", "student"],
+    ("path", "most"), [(demo.TEACHER, 10e6), (demo.STUDENT, 3e6)], ids=["teacher", "student"]
 )
-def test_a_model_is_the_file_of_its_card(path, most, packages):
+def test_a_model_is_the_file_of_its_card(path, most):
     data, card = path.read_bytes(), path.with_suffix(".md").read_text()
     assert len(data) <= most and f"{len(data):,} bytes" in card
     assert hashlib.sha256(data).hexdigest() in card
@@ -49,9 +44,20 @@ def test_a_model_is_the_file_of_its_card(path, most, packages):
     assert all(f"{count} {kind}" in card for kind, count in types.items())
     assert set(types) > {"F32"} and types["F32"] < types.total() / 2
     assert f"{count_parameters(spec_from_table(table)):,} parameters" in card
-    assert all(name in card for name in demo.HELD_OUT)
-    listed = (demo.FOLDER / packages).read_text().splitlines()
-    assert f"The {len(listed)} packages" in card and all(": " in line for line in listed)
+    stories = demo.HELD_OUT.read_text("utf-8").splitlines()
+    size = sum(len(json.loads(line)["text"]) for line in stories)
+    assert f"{len(stories)} stories ({size:,} bytes)" in card
+    read = hashlib.sha256(demo.STORIES.read_bytes()).hexdigest() in card
+    assert read == (path == demo.TEACHER)  # the student has not read them
+
+
+def test_the_demo_is_small_and_its_parts_share_no_story():
+    files = [path for path in demo.FOLDER.rglob("*") if path.is_file() and "__" not in str(path)]
+    assert sum(path.stat().st_size for path in files) < 12e6
+    trained, held = (
+        set(path.read_text("utf-8").splitlines()) for path in (demo.STORIES, demo.HELD_OUT)
+    )
+    assert len(trained) == 4500 and len(held) == 400 and not trained & held
 
 
 def test_student_and_teacher_share_tokens_and_not_a_width():
@@ -65,9 +71,9 @@ def test_student_and_teacher_share_tokens_and_not_a_width():
     assert student.vocab_size < teacher.vocab_size
     ours, theirs = load_tokenizer(demo.STUDENT), load_tokenizer(demo.TEACHER)
     assert ours.tokens == theirs.tokens == load_tokenizer(demo.STUDENT_SHAPE).tokens
-    assert ours.vocab_size < student.vocab_size
-    code = "def f(x):\n\treturn x  # ä\n"
-    assert ours.encode(code) == theirs.encode(code)
+    assert ours.vocab_size <= student.vocab_size
+    text = "One day, Lily said:\n\t'ä!'  \n"
+    assert ours.encode(text) == theirs.encode(text)
 
 
 def test_a_baseline_differs_in_nothing_but_the_loss_and_its_rates():
@@ -88,51 +94,6 @@ def test_a_baseline_differs_in_nothing_but_the_loss_and_its_rates():
         assert flat[shipped]["student.init"] == "checkpoint"
     with pytest.raises(UserError, match="no such kind; expected one of 'baseline', 'onpolicy', "):
         configured("best")
-
-
-@pytest.fixture
-def library(tmp_path):
-    """A standard library of a few files; those that must not train say `unseen`."""
-    seen = {"os.py": "os", "xml/sax/expat.py": "expat", "xml/[odd].py": "odd"}
-    unseen = (
-        "argparse.py",
-        "json/__init__.py",
-        "json/tool.py",
-        "json/deep/a.py",
-        "test/test_os.py",
-        "site-packages/other/a.py",
-        "xml/notes.txt",
-    )
-    texts = {name: f"seen_{what} = 1" for name, what in seen.items()}
-    texts |= {name: f"unseen = {number}" for number, name in enumerate(unseen)}
-    for name, text in texts.items():
-        path = tmp_path / "lib" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n" * 3)
-    return tmp_path / "lib"
-
-
-def test_heldout_modules_never_train(library, tmp_path):
-    tokenizer = load_tokenizer(demo.STUDENT_SHAPE)
-    patterns = demo.training_text(library), demo.heldout_text(library)
-    settings = RowSettings(*patterns, tokenizer, 32, 0.5, tokenizer.end_of_text_id, max_segments=8)
-    rows = prepare_rows(settings, tmp_path / "rows")
-    trained, heldout = (
-        tokenizer.decode(side.tokens[side.segments > 0].tolist())
-        for side in (rows.train, rows.heldout)
-    )
-    assert "unseen" not in trained and "seen_" not in heldout
-    assert all(name in trained for name in ("seen_os", "seen_expat", "seen_odd"))
-    assert all(f"unseen = {n}" in heldout for n in (0, 1, 2))
-
-
-def test_the_librarys_own_heldout_modules_are_found():
-    heldout = set(demo.heldout_files())
-    assert {path.stem for path in heldout} >= {n for n in demo.HELD_OUT if n != "json"}
-    assert heldout == set(find_files(demo.heldout_text()))
-    trained = set(find_files(demo.training_text())) - heldout
-    assert len(trained) > 300
-    assert not {p for p in trained if {*p.parts, p.stem} & {*demo.HELD_OUT}}
 
 
 def evaluation(step, student):
@@ -254,22 +215,34 @@ def test_the_comparison_is_a_table_a_file_and_a_status(
     assert len(kept["runs"]) == 4 and kept["lost"] == ([0, 1] if status else [])
 
 
-def test_the_student_s_text_has_nothing_of_the_standard_library(tmp_path):
-    module = next(p for p in demo.heldout_files() if p.name == "heapq.py").read_text()
-    trained = (demo.standard_library() / "bisect.py").read_text()
-    own = "".join(f"def of_our_own_{i}():\n    return 'a text of our own {i}'\n" for i in range(9))
-    documents = {
-        "a/bisect_copy.py": trained,
-        "a/backport.py": own + module,
-        "a/mixed.py": own + own.replace("own", "one") + "import os\n",
-        "a/argparse.py": own,
-        "a/own.py": own,
-    }
-    corpus = tmp_path / "train.jsonl"
-    lines = [json.dumps({"text": text, "source": name}) for name, text in documents.items()]
-    corpus.write_text("\n".join(lines))
-    said = write_text(tmp_path / "out", [corpus], with_library=False)
-    written = (tmp_path / "out" / "train.jsonl").read_text().splitlines()
-    assert [json.loads(line)["source"] for line in written] == ["a/mixed.py", "a/own.py"]
-    dropped = {one["source"] for one in said["dropped"]}
-    assert dropped == {"a/bisect_copy.py", "a/backport.py", "a/argparse.py"}
+def test_stories_are_kept_once_if_they_end_and_their_words_are_common(tmp_path):
+    def story(number, word="ball"):
+        return f"One day Tim saw a {word}. " + "He ran to the park. " * (15 + number)
+
+    told = [story(number).strip() for number in range(6)]
+    told += [
+        told[0],  # twice
+        story(7, "quasar").strip(),  # a word that one story has
+        story(8).strip() + " And then",  # no end
+        "**Title**\n" + story(9).strip(),
+        story(10).strip()[:100],  # too short
+        "“" + story(11).strip() + "”",
+    ]
+    answers = tmp_path / "answers.jsonl"
+    lines = [{"messages": [{"role": "assistant", "content": text}]} for text in told]
+    answers.write_text("\n".join(map(json.dumps, lines)))
+    said = stories.clean([answers], tmp_path / "out", shared=2)
+    assert (said["answers"], said["kept"], said["heldout"]["stories"]) == (12, 6, 6)
+    again = stories.clean([tmp_path / "out" / "heldout.jsonl"], tmp_path / "again", shared=2)
+    assert again["kept"] == 6
+
+
+def test_requests_for_stories_are_drawn_by_a_seed(tmp_path):
+    for name in ("a", "b"):
+        stories.write_prompts(tmp_path / name, 20)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    asked = [
+        json.loads(line)["messages"][0]["content"]
+        for line in (tmp_path / "a").read_text().splitlines()
+    ]
+    assert len(set(asked)) == 20 and all("Write only the story" in text for text in asked)

@@ -7,7 +7,6 @@ import re
 import pytest
 from conftest import make_tiny_config, start_over, without_page
 
-from kdjax import demo
 from kdjax.commands.parsing import load_config
 from kdjax.device import runtime
 from kdjax.errors import UserError
@@ -130,10 +129,8 @@ def test_a_rounded_copy_is_not_compared(job, tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_goes_on(tmp_path):
-    """Its models and settings, one step of it, on two files."""
+    """Its models, text and settings, one step of it."""
     config = load_config("demo")[0]
-    library = demo.standard_library()
-    config.data.train, config.data.heldout = f"{library}/json/*.py", f"{library}/argparse.py"
     config.data.cache_dir = str(tmp_path / "rows")
     config.train.steps, config.train.batch_size, config.eval.rows = 1, 8, 8
     config.optim.warmup_steps = 0
