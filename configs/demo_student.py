@@ -3,8 +3,8 @@
     bash scripts/demo/make_student.sh CORPUS OUT
 
 calls this config and exports its result; text, steps, time and figures of the model that kdjax
-ships are in its card, kdjax/demo/student.md. No teacher takes part, and nothing of the demo's own stories
-is read. By hand, with text of one's own:
+ships are in its card, kdjax/demo/student.md. No teacher takes part, and none of the demo's own
+stories is read. By hand, with text of one's own:
 
     python -m kdjax.main --config=configs/demo_student.py --workdir=runs/demo_student \
       --config.data.train=FILES --config.data.heldout=FILES

@@ -71,7 +71,7 @@ def test_student_and_teacher_share_tokens_and_not_a_width():
     assert student.vocab_size < teacher.vocab_size
     ours, theirs = load_tokenizer(demo.STUDENT), load_tokenizer(demo.TEACHER)
     assert ours.tokens == theirs.tokens == load_tokenizer(demo.STUDENT_SHAPE).tokens
-    assert ours.vocab_size <= student.vocab_size
+    assert ours.vocab_size < student.vocab_size
     text = "One day, Lily said:\n\t'ä!'  \n"
     assert ours.encode(text) == theirs.encode(text)
 
@@ -235,6 +235,19 @@ def test_stories_are_kept_once_if_they_end_and_their_words_are_common(tmp_path):
     assert (said["answers"], said["kept"], said["heldout"]["stories"]) == (12, 6, 6)
     again = stories.clean([tmp_path / "out" / "heldout.jsonl"], tmp_path / "again", shared=2)
     assert again["kept"] == 6
+
+
+def test_the_parts_of_a_corpus_share_no_story(tmp_path, monkeypatch):
+    monkeypatch.setattr(stories, "HELD_OUT", 3)
+    monkeypatch.setattr(stories, "DEMO", 5)
+    told = [f"One day Tim saw a ball. {'He ran to the park. ' * n}He slept." for n in range(16, 28)]
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("\n".join(json.dumps({"text": text}) for text in told))
+    stories.clean([answers], tmp_path, shared=1)
+    names = ("heldout", "stories", "rest")
+    parts = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in names]
+    assert [len(part) for part in parts] == [3, 5, 4]
+    assert len({line for part in parts for line in part}) == 12
 
 
 def test_requests_for_stories_are_drawn_by_a_seed(tmp_path):

@@ -180,8 +180,8 @@ def test_shapes_alone_start_nothing_but_a_random_student(alone, shapes):
 
 
 def test_a_head_too_narrow_for_its_tokenizer_is_refused(alone, shapes):
-    (shapes / "config.json").write_text(json.dumps(SHAPE | {"vocab_size": 3999}))
-    with pytest.raises(UserError, match=r"4,000 tokens.*3,999 rows"):
+    (shapes / "config.json").write_text(json.dumps(SHAPE | {"vocab_size": 1999}))
+    with pytest.raises(UserError, match=r"2,000 tokens.*1,999 rows"):
         assemble(alone, shapes)
 
 

@@ -33,7 +33,7 @@ from tokenizers import (
 )
 
 WORDS = Path(__file__).with_name("words.json")
-IDS = 2048  # of the tokenizer, the end of a text among them
+IDS = 2000  # of the tokenizer, the end of a text among them
 END = "<|endoftext|>"
 SHORTEST, LONGEST = 300, 1200  # characters of a story
 HELD_OUT, DEMO = 400, 4500  # stories of heldout.jsonl and of stories.jsonl
