@@ -1,6 +1,7 @@
 """Pages: their length, links and measured figures, each in a record. Docstrings: first words."""
 
 import re
+import subprocess
 from decimal import Decimal
 from pathlib import Path
 
@@ -19,7 +20,7 @@ REFERENCE = ("settings.md", "commands.md")
 SETTINGS = {
     "cached_teacher.md": ("12 = 332", "a billion positions | 332 GB", "shard is 512 MB"),
     "cluster.md": ("within 12 seconds",),
-    "commands.md": ("of 40 GB",),
+    "commands.md": ("of 40 GB", "all but 2 GiB", "gets 90%", "is 15% above"),
     "dispatch.md": ("(1.5e-5)",),
     "evaluation.md": (
         "Defaults: 15 s",
@@ -138,6 +139,26 @@ def test_a_record_says_what_was_run_and_where_its_json_is(record):
         assert (RECORDS / front["json"]).exists()
     assert "log" not in front or (RECORDS / front["log"]).exists()
     assert f"({record.name})" in (RECORDS / "README.md").read_text()
+
+
+def test_revisions_of_records_are_commits_of_this_history():
+    """A measured commit that never landed is in no clone; the record names the one that did."""
+
+    def git(*arguments):
+        done = subprocess.run(("git", *arguments), cwd=REPOSITORY, capture_output=True, text=True)
+        return done.stdout.split()
+
+    if git("rev-parse", "--is-shallow-repository") != ["false"]:
+        pytest.skip("no clone with all commits")
+    commits = git("rev-list", "HEAD")
+    named = [
+        (sha, path.name)
+        for path in sorted(RECORDS.glob("2*.md"))
+        for sha in re.findall(r"\b[0-9a-f]{7,40}\b", re.search("revision: .*", path.read_text())[0])
+    ]
+    known = {commit[: len(sha)] for sha, _ in named for commit in commits}
+    assert len(named) > 100
+    assert not [(sha, name) for sha, name in named if sha not in known]
 
 
 def test_figures_of_pages_are_in_the_records_that_their_section_links():
