@@ -8,8 +8,18 @@
 its first use, so that `import kdjax` starts no device.
 """
 
+from typing import Any
+
 import lazy_loader
 
 __version__ = "0.2.0.dev0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    from kdjax.config import RemovedError, refuse_removed
+
+    if gone := refuse_removed(f"{__name__}.{name}"):
+        raise RemovedError(f"{gone}.")  # no AttributeError, whose words `from ... import` drops
+    return _find(name)

@@ -8,13 +8,15 @@ A file in `configs/` returns a `Config` from `get_config()`; flags such as
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from kdjax.errors import UserError, suggest
 
+_P, _T = ParamSpec("_P"), TypeVar("_T")
 WEIGHTS = ("dense", "packed", "float8")  # how a model's weights are stored on the device
 # Names of earlier versions and of the reference system (aprender), in forms such as FILE@q4k and in
 # environment variables: read, never written.
@@ -114,7 +116,7 @@ class LossConfig:
     alpha: float = 0.0  # weight of the cross-entropy with the text; 1 trains without the teacher
     final_temperature: float = 0.0  # T at the last step, linearly from temperature; 0: constant
     final_alpha: float = -1.0  # alpha at the last step, linearly from alpha; -1: constant
-    divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*forward_kl+.5*jsd; a wrong name lists all
+    divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*jsd+.5*reverse_kl, FILE.py:FUNCTION
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, as fits
 
 
@@ -276,36 +278,61 @@ REMOVED: dict[str, Removed] = {
 }
 
 
+_ROUNDED = 'form=kdjax.Rounded("q4_0", imatrix=...) says it', ""
+_FITTED = "leave it out: scales are fitted once, at the start", "2026-11-25-rounded-scales-h100"
+_PLANNED = "`kdjax plan` plans a training run", "2026-11-26-importance-and-verified-h100"
+# Names, arguments and flags of earlier versions, as a user writes them.
+REMOVED_NAMES: dict[str, Removed] = {
+    "kdjax.Beyond": Removed(None, REMOVED["loss.beyond"].instead, REMOVED["loss.beyond"].record),
+    "kdjax.check_gap": Removed(None, *_HINTS),
+    "distill(gate=)": Removed(None, *_HINTS),
+    "make_step(quantize=)": Removed(None, *_ROUNDED),
+    "make_step(imatrix=)": Removed(None, *_ROUNDED),
+    "make_step(quantize_every=)": Removed(None, *_FITTED),
+    "make_step(quantize_until=)": Removed(None, *_FITTED),
+    "make_step(vocabulary=)": Removed(None, "leave it out: both models' tokens decide it", ""),
+    "kdjax answers --hint": Removed(None, *_HINTS),
+    "kdjax evaluate --plan": Removed(None, *_PLANNED),
+    "kdjax generate --plan": Removed(None, *_PLANNED),
+}
+
+
 def find_removed(name: str) -> Removed | None:
     """Finds the removed field of this name, such as `train.until`, or its removed section."""
     return REMOVED.get(name) or REMOVED.get(name.partition(".")[0])
 
 
 def refuse_removed(name: str) -> str:
-    """Says that a field was removed, why, and what to do instead; "" for other names."""
-    if (gone := find_removed(name)) is None:
+    """Says that a field, name, argument or flag was removed, why, and what to do; "" for others."""
+    if (gone := find_removed(name) or REMOVED_NAMES.get(name)) is None:
         return ""
-    record = f"docs/records/{gone.record}.md"
-    return f"{name} was removed ({record}): {gone.instead}; the tag before-the-cut still has it"
+    record = f" (docs/records/{gone.record}.md)" if gone.record else ""
+    return f"{name} was removed{record}: {gone.instead}; the tag before-the-cut still has it"
 
 
-def _refuse_in_constructor(section: type, prefix: str) -> None:
-    """Lets the constructor of a section raise `RemovedError` for removed fields."""
-    construct: Callable[..., None] = section.__init__
+def refusing(named: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Decorates a function that raises `RemovedError` for its removed arguments.
 
-    @functools.wraps(construct)
-    def init(self: Any, *args: Any, **values: Any) -> None:
-        for name in values:
-            if gone := refuse_removed(f"{prefix}{name}"):
-                raise RemovedError(f"{gone}.")
-        construct(self, *args, **values)
+    `named` is an argument's full name with `{}` for its own: `make_step({}=)`.
+    """
 
-    section.__init__ = init  # type: ignore[misc]
+    def decorate(call: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(call)
+        def checked(*args: _P.args, **values: _P.kwargs) -> _T:
+            for name in values:
+                if gone := refuse_removed(named.format(name)):
+                    raise RemovedError(f"{gone}.")
+            return call(*args, **values)
+
+        return checked
+
+    return decorate
 
 
-_refuse_in_constructor(Config, "")
+Config.__init__ = refusing("{}")(Config.__init__)  # type: ignore[method-assign]
 for _section in dataclasses.fields(Config):
-    _refuse_in_constructor(type(getattr(Config(), _section.name)), f"{_section.name}.")
+    _kind: Any = type(getattr(Config(), _section.name))
+    _kind.__init__ = refusing(f"{_section.name}.{{}}")(_kind.__init__)
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -432,11 +459,31 @@ def split_layers(text: str) -> tuple[int, ...]:
     return layers
 
 
+# A function of a user's file in `loss.divergence`, such as mine.py:alpha_divergence.
+_FUNCTION = re.compile(r"([^*+]+\.py):(\w+)")
+
+
+def split_function(name: str) -> tuple[str, str] | None:
+    """Splits `mine.py:alpha_divergence` to file and function; None for a name of `DIVERGENCES`."""
+    match = _FUNCTION.fullmatch(name)
+    return (match[1], match[2]) if match else None
+
+
+def map_files(divergence: str, change: Callable[[str], str]) -> str:
+    """Replaces the path of each file in a text of `loss.divergence`."""
+    return _FUNCTION.sub(lambda match: f"{change(match[1])}:{match[2]}", divergence)
+
+
+def name_files(divergence: str) -> str:
+    """A text of `loss.divergence` without the folders of its files."""
+    return map_files(divergence, lambda path: path.replace("\\", "/").rpartition("/")[2])
+
+
 def split_divergence(text: str) -> list[tuple[float, str, dict[str, float]]]:
     """Parses a text to weights, names and parameters of divergences; `UserError` for another text.
 
     `"jsd:beta=0.3"` is `[(1.0, "jsd", {"beta": 0.3})]`. In a mixture each part has its weight:
-    `"0.7*forward_kl+0.3*total_variation"`.
+    `"0.7*forward_kl+0.3*total_variation"`. A function of a file, `"mine.py:f"`, is its own name.
     """
     if "*" not in text:
         return [(1.0, *_split_part(text))]
@@ -456,9 +503,14 @@ def split_divergence(text: str) -> list[tuple[float, str, dict[str, float]]]:
 
 
 def _split_part(text: str) -> tuple[str, dict[str, float]]:
+    if split_function(text):
+        return text, {}
     name, _, rest = text.partition(":")
     if name not in DIVERGENCES:
-        raise UserError(f"divergence {name!r} is unknown; known are {', '.join(DIVERGENCES)}")
+        raise UserError(
+            f"divergence {name!r} is unknown; known are {', '.join(DIVERGENCES)}, and functions "
+            "of a file, as mine.py:alpha_divergence"
+        )
     parameters: dict[str, float] = {}
     for field_text in rest.split(",") if rest else ():
         key, _, number = field_text.partition("=")
@@ -527,7 +579,8 @@ _RULES: dict[str, _Rule] = {
     "loss.final_alpha": ((lambda v: v == -1 or 0 <= v <= 1), "-1, or between 0 and 1"),
     "loss.divergence": (
         _is_read_by(split_divergence),
-        f"one of {', '.join(_forms())}, or a mixture such as 0.5*forward_kl+0.5*reverse_kl",
+        f"one of {', '.join(_forms())}, a mixture such as 0.5*forward_kl+0.5*reverse_kl, or "
+        "a function of a Python file, as mine.py:alpha_divergence",
     ),
     "loss.chunk_tokens": _NON_NEGATIVE,
     "optim.name": _choice("adamw", "muon"),
@@ -666,7 +719,7 @@ CONFLICTS = (
         "teacher.weights",
         (lambda v: v not in ("dense", "packed"), "auto, or float8 of a cache made so"),
         {"teacher.cache": _SET},
-        "a cached teacher is not loaded (KDJAX_TEACHER_WEIGHTS sets the weights, too)",
+        "a cached teacher is not loaded",
     ),
     Conflict(
         "teacher.cache",

@@ -58,6 +58,15 @@ def test_help_lists_every_command_and_status(capsys):
         assert re.search(rf"^ +{status}  {re.escape(line)}$", shown, re.M)
 
 
+DEFAULTS = {
+    "cache": {"--kind": "topk"},
+    "evaluate": {"--rows": "64", "--seq-len": "1024", "--limit": "0", "--batch-size": "8"},
+    "generate": {"--top-p": "1.0", "--top-k": "0", "--seed": "0"},
+    "answers": {"--max-tokens": "512", "--batch-size": "64"},
+    "plan": {"--devices": "1"},
+}
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_each_command_teaches(name, capsys):
     """A purpose, an example that names the command, every flag with a help, exit statuses."""
@@ -70,6 +79,9 @@ def test_each_command_teaches(name, capsys):
     flags = re.findall(r"^  (--[a-z-]+)(?: \S+)?(.*)\n(.*)", shown, re.M)
     for flag, beside, below in flags:
         assert beside.strip() or below.startswith(" " * 20), f"{flag} has no help"
+    for flag, default in DEFAULTS.get(name, {}).items():
+        about = re.search(rf"^  {flag}\b(.*(?:\n {{20}}.*)*)", shown, re.M)
+        assert about and default in about[1].split("default")[-1], flag
     if name in ("train", "plan", "cache"):
         for field in flatten(Config()):
             assert f"\n  {field}=" in shown
@@ -269,12 +281,17 @@ def test_weights_that_would_be_ignored_are_refused(tmp_path):
     """Dense or packed beside a cache, whatever asks for them."""
     config = Config()
     config.teacher.path, config.teacher.cache = "teacher.gguf", str(tmp_path)
-    parsing.apply_environment(config, {"KDJAX_TEACHER_WEIGHTS": "packed"})
-    with pytest.raises(UserError, match=r"teacher.weights='packed': .*\(KDJAX_TEACHER_WEIGHTS"):
+    for variable in parsing.WEIGHTS_VARIABLES:
+        with pytest.raises(
+            UserError, match=rf"^{variable}=packed and teacher.cache=.*Unset {variable}"
+        ):
+            parsing.apply_environment(config, {variable: "packed"})
+    config.teacher.weights = "packed"
+    with pytest.raises(UserError, match=r"teacher.weights='packed': must be auto, or float8"):
         validate(config)
 
 
-def test_variables_of_earlier_systems_choose_the_weights():
+def test_variables_of_earlier_systems_choose_the_weights(caplog):
     names = {"cublas": "dense", "realizar": "packed", "q4k": "packed", "auto": "auto"}
     for variable in ("KDJAX_TEACHER_BACKEND", "APR_DISTILL_TEACHER_BACKEND"):
         for old, new in names.items():
@@ -285,8 +302,11 @@ def test_variables_of_earlier_systems_choose_the_weights():
             parsing.apply_environment(Config(), {variable: "cuda"})
     config = Config()
     both = {"APR_DISTILL_TEACHER_BACKEND": "realizar", "KDJAX_TEACHER_WEIGHTS": "dense"}
+    caplog.clear()
     parsing.apply_environment(config, both)
     assert config.teacher.weights == "dense"
+    dropped = "APR_DISTILL_TEACHER_BACKEND=realizar has no effect: KDJAX_TEACHER_WEIGHTS=dense"
+    assert dropped in caplog.text
 
 
 @pytest.mark.parametrize("name", ["teacher.backend", "teacher.compute"])

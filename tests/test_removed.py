@@ -1,14 +1,17 @@
 """Fields that earlier versions had: refused by name where they were used, passed over where not."""
 
 import dataclasses
+import importlib
 import json
+import re
 from typing import Any
 
 import pytest
 
+import kdjax
 from kdjax import config as config_module
 from kdjax.commands.parsing import parse_run, run_parser
-from kdjax.config import REMOVED, Config, Removed, flatten, read_section, validate
+from kdjax.config import REMOVED, REMOVED_NAMES, Config, Removed, flatten, read_section, validate
 from kdjax.errors import UserError
 from kdjax.losses.kd import KDLoss
 from kdjax.training.identity import check_same_run, identify, list_differences
@@ -87,3 +90,28 @@ def test_records_of_removed_fields_are_there(removed, request):
     name, gone, _ = removed
     if name != "loss.gone":
         assert (request.config.rootpath / f"docs/records/{gone.record}.md").is_file()
+
+
+@pytest.mark.parametrize("name", REMOVED_NAMES)
+def test_a_removed_name_argument_or_flag_is_refused(name, request):
+    """Each is named as a user writes it: `kdjax.X`, `f(x=)`, `kdjax COMMAND --flag`."""
+    gone = REMOVED_NAMES[name]
+    said = re.escape(f"{name} was removed") + f".*{re.escape(gone.instead)}.*before-the-cut"
+    with pytest.raises(UserError, match=said):
+        if argument := re.fullmatch(r"(\w+)\((\w+)=\)", name):
+            getattr(kdjax, argument[1])(**{argument[2]: None})
+        elif name.startswith("kdjax."):
+            exec(f"from kdjax import {name.removeprefix('kdjax.')}")
+        else:
+            _, command, flag = name.split()
+            module = importlib.import_module(f"kdjax.commands.{command}")
+            module.main.__wrapped__(["model", f"{flag}=1"])
+    record = request.config.rootpath / f"docs/records/{gone.record}.md"
+    assert not gone.record or record.is_file()
+
+
+def test_other_names_are_refused_as_python_does():
+    with pytest.raises(AttributeError, match="No kdjax attribute Behind"):
+        kdjax.Behind  # noqa: B018
+    with pytest.raises(TypeError, match="argument"):
+        kdjax.make_step(size=3)

@@ -1,6 +1,9 @@
 """Runs with Python of somebody's own in place of what the config names."""
 
+import copy
+import hashlib
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import pytest
 from flax import nnx
 
 import kdjax
-from kdjax.errors import UserError
+from kdjax.errors import CheckError, UserError
 from kdjax.formats.saved import saved_params
 from kdjax.losses.divergences import parse_divergence, write_divergence
 from kdjax.training.hooks import StepRecord
@@ -112,6 +115,79 @@ def test_a_run_of_ones_own_python_is_the_loop_of_make_step(own_config, tmp_path)
         kdjax.distill(own_config, tmp_path / "a", **given | {"optimizer": None})
 
 
+HALF = """
+import jax.numpy as jnp
+
+def half(teacher_log_probs, student_log_probs):
+    return 1 - jnp.sum(jnp.exp((teacher_log_probs + student_log_probs) / 2), axis=-1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
+def test_a_config_names_a_divergence_of_a_file(own_config, tmp_path, monkeypatch):
+    """Its hash is in receipt and identity; the same file in another folder is the same run."""
+    (tmp_path / "mine.py").write_text(HALF)
+    monkeypatch.chdir(tmp_path)
+    own_config.loss.divergence = "0.5*mine.py:half+0.5*forward_kl"
+    mixture = kdjax.Mixture(((0.5, overlap), (0.5, kdjax.forward_kl)))
+    loss = kdjax.KDLoss(mixture, own_config.loss.temperature, own_config.loss.alpha)
+    given = dict(batches=Rows(), on_step=lambda record: losses.append(record.figures["loss"]))
+    losses: list[float] = []
+    assert kdjax.distill(own_config, "a", **given) == "finished"
+    config = copy.deepcopy(own_config)
+    config.loss.divergence = "forward_kl"
+    assert kdjax.distill(config, "b", **given | {"batches": Rows(), "loss": loss})
+    np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-6)
+
+    receipt = json.loads(Path("a/receipt.json").read_text())
+    sha = hashlib.sha256(HALF.encode()).hexdigest()
+    assert receipt["hashed_python"] == {"mine.py:half": sha}
+    assert set(receipt["unhashed_python"]) == {"batches", "on_step"}
+    monkeypatch.chdir("/")
+    assert f"loss.divergence.sha256 of mine.py:half: {sha}" in verify(tmp_path / "a")[1]
+    config.loss.divergence = own_config.loss.divergence.replace("mine.py", f"{tmp_path}/mine.py")
+    assert kdjax.distill(config, tmp_path / "a", batches=Rows()) == "finished"
+
+    (tmp_path / "mine.py").write_text(HALF.replace("1 -", "2 -"))
+    with pytest.raises(UserError, match=rf"sha256 of mine.py:half: the checkpoint has '{sha}'"):
+        kdjax.distill(config, tmp_path / "a", batches=Rows())
+    with pytest.raises(CheckError, match=r"config: found files .*mine.py:half"):
+        verify(tmp_path / "a")
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(CheckError, match=r"no such file; expected a Python file that defines half"):
+        verify(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "said"),
+    [
+        (HALF, "mine.py:hafl", r"mine.py defines no hafl; .* Did you mean half\?"),
+        (HALF, "mien.py:half", r"mien.py:half: no such file; .* Did you mean mine.py\?"),
+        ("half = 3", "mine.py:half", "divergence=3: must be a Divergence such as"),
+        ("\n\nimport nowhere", "mine.py:half", "mine.py:3: ModuleNotFoundError: No module named"),
+        ("def half(:", "mine.py:half", "mine.py:1: SyntaxError"),
+        ("", "half", "'half' is unknown; .* functions of a file, as mine.py:alpha_divergence"),
+    ],
+)
+def test_a_file_without_the_divergence_is_named(code, text, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(code)
+    with pytest.raises(UserError, match=said):
+        kdjax.KDLoss(text)
+
+
+def test_a_file_may_define_a_divergence_with_its_own_gradient(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("from kdjax import total_variation as mine")
+    read = parse_divergence("mine.py:mine")
+    assert read.merges_tail and read.gradient_bytes == 0
+    q, p = (np.log(np.asarray(x, np.float32)) for x in ((0.5, 0.3, 0.2), (0.25, 0.5, 0.25)))
+    for name in ("__call__", "logit_gradient", "merged_gradient"):
+        theirs, ours = (getattr(x, name)(q, p) for x in (kdjax.total_variation, read))
+        jax.tree.map(np.testing.assert_array_equal, theirs, ours)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_hook_stops_a_run_and_another_optimizer_does_not_go_on(own_config, tmp_path):
@@ -143,9 +219,13 @@ def test_true_of_any_library_stops_a_run(said, stops):
         "jsd:beta=0.3",
         "skewed_reverse_kl:skew=0.25",
         "0.7*forward_kl+0.3*skewed_forward_kl:skew=0.1",
+        "0.5*folder/mine.py:half+0.5*jsd:beta=0.3",
     ],
 )
-def test_divergences_of_configs_are_written_as_they_are_read(text):
+def test_divergences_of_configs_are_written_as_they_are_read(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("folder/mine.py").write_text(HALF)
     divergence = parse_divergence(text)
     assert parse_divergence(write_divergence(divergence)) == divergence
 

@@ -56,6 +56,17 @@ _KINDS = {"int": "whole number", "float": "number", "bool": "true or false"}
 _FIELD = re.compile(r"^    (\w+): (?:str|int|float|bool) = ([^#\n]*?)(?:  # (.*))?$", re.MULTILINE)
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help in which each flag with a default shows it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help or "", action.default
+        without = default is None or isinstance(default, bool) or default in ("", [])
+        if without or default == argparse.SUPPRESS or "default" in text:
+            return text
+        return f"{text} (default: %(default)s)"
+
+
 class Parser(argparse.ArgumentParser):
     """Flags of one command. Help is the command's docstring, its flags and its exit statuses."""
 
@@ -67,7 +78,7 @@ class Parser(argparse.ArgumentParser):
             prog=f"kdjax {name}",
             description=description,
             epilog=f"{epilog}exit status:\n{lines}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
         )
 
     def error(self, message: str) -> NoReturn:
@@ -82,6 +93,8 @@ class Parser(argparse.ArgumentParser):
         except UserError:  # a missing flag may be misspelt: suggest the nearest
             for action in self._actions:
                 action.required = False
+            for group in self._mutually_exclusive_groups:
+                group.required = False
             self.refuse(self.parse_known_args(args, namespace)[1])
             raise
         self.refuse(unknown)
@@ -91,6 +104,9 @@ class Parser(argparse.ArgumentParser):
         """Raises `UserError` if any argument was not understood."""
         if not unknown:
             return
+        for text in unknown:
+            if gone := refuse_removed(f"{self.prog} {text.partition('=')[0]}"):
+                self.error(gone)
         first = unknown[0].partition("=")[0]
         known = [text for text in self._option_string_actions if text.startswith("--")]
         hint = suggest(first, known) if first.startswith("-") else ""
@@ -284,10 +300,21 @@ def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
 
     Raises `UserError` for an unknown value. Only commands read the environment.
     """
-    if name := next(filter(environ.get, WEIGHTS_VARIABLES), None):
+    name, *others = [*filter(environ.get, WEIGHTS_VARIABLES), ""]
+    if name:
         weights, valid = read_weights(environ[name]), ("auto", *WEIGHTS)
         if weights not in valid:
             raise UserError(f"{name}={environ[name]!r}: must be one of {', '.join(valid)}")
+        for other in filter(None, others):
+            if environ[other] != environ[name]:
+                _log.warning(
+                    "%s=%s has no effect: %s=%s counts", other, environ[other], name, environ[name]
+                )
+        if config.teacher.cache and weights in ("dense", "packed"):
+            raise UserError(
+                f"{name}={environ[name]} and teacher.cache={config.teacher.cache}: a cached "
+                f"teacher is not loaded. Unset {name}, or leave the cache out (teacher.cache=)."
+            )
         _log.info("teacher.weights=%s, as %s=%s says", weights, name, environ[name])
         config.teacher.weights = weights
     allowed = environ.get(DEGENERATE_VARIABLE)

@@ -9,8 +9,13 @@ and the student's probabilities.
 """
 
 import dataclasses
+import functools
+import hashlib
 import math
+import traceback
+import types
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -18,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kdjax.config import check_share, check_weights, split_divergence
-from kdjax.errors import UserError
+from kdjax.config import check_share, check_weights, split_divergence, split_function
+from kdjax.errors import MissingFileError, UserError, suggest, suggest_path
 
 AnyArray = Array | np.ndarray  # the public, unreduced functions take NumPy arrays as well
 LogProbs = Float[AnyArray, "*B V"]
@@ -287,6 +292,79 @@ class FunctionDivergence(Divergence):
         return value
 
 
+@dataclasses.dataclass(frozen=True)
+class FileDivergence(Divergence):
+    """A function, or a `Divergence`, of a user's Python file; `source` is such as `mine.py:f`."""
+
+    source: str
+    sha256: str  # of the file, as it was run
+    divergence: Divergence
+
+    @property
+    def merges_tail(self) -> bool:  # type: ignore[override]
+        """Whether what the file defines merges tails."""
+        return self.divergence.merges_tail
+
+    @property
+    def gradient_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of what the file defines."""
+        return self.divergence.gradient_bytes
+
+    def __call__(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerPosition:
+        return self.divergence(teacher_log_probs, student_log_probs)
+
+    def logit_gradient(self, teacher_log_probs: LogProbs, student_log_probs: LogProbs) -> PerId:
+        """Calls what the file defines."""
+        return self.divergence.logit_gradient(teacher_log_probs, student_log_probs)
+
+    def merged_gradient(
+        self, teacher_log_probs: LogProbs, student_log_probs: LogProbs
+    ) -> tuple[Float[Array, "*B V-1"], Float[Array, "*B 1"]]:
+        """Calls what the file defines."""
+        return self.divergence.merged_gradient(teacher_log_probs, student_log_probs)
+
+
+def _open_function(source: str, file: str, name: str) -> FileDivergence:
+    """Runs a user's file and takes the function; one object for a file that has not changed."""
+    try:
+        code = Path(file).read_bytes()
+    except FileNotFoundError:
+        raise MissingFileError(
+            f"loss.divergence={source}: no such file; expected a Python file that defines {name}."
+            f"{suggest_path(file)}"
+        ) from None
+    return _run_file(source, file, name, code)
+
+
+@functools.cache
+def _run_file(source: str, file: str, name: str, code: bytes) -> FileDivergence:
+    module = types.ModuleType(Path(file).stem)
+    module.__file__ = file
+    try:
+        exec(compile(code, file, "exec"), vars(module))
+    except Exception as error:  # user code: name its line
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
+        where = f"{file}:{line}" if line else file
+        raise UserError(f"{where}: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        mine = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise UserError(
+            f"loss.divergence={source}: {file} defines no {name}; expected a function of two "
+            f"log-probabilities.{suggest(name, mine)}"
+        )
+    divergence = as_divergence(vars(module)[name])
+    return FileDivergence(source, hashlib.sha256(code).hexdigest(), divergence)
+
+
+def list_files(divergence: Divergence) -> dict[str, str]:
+    """SHA-256s of the files of a divergence, by its parts' names, such as `mine.py:f`."""
+    if isinstance(divergence, Mixture):
+        files = (list_files(part) for _, part in divergence.parts)
+        return {source: sha for one in files for source, sha in one.items()}
+    return {divergence.source: divergence.sha256} if isinstance(divergence, FileDivergence) else {}
+
+
 forward_kl, reverse_kl = ForwardKL(), ReverseKL()
 jensen_shannon, total_variation = JensenShannon(), TotalVariation()
 
@@ -304,12 +382,15 @@ _CLASSES: dict[str, type[Divergence]] = {
 def parse_divergence(text: str) -> Divergence:
     """Parses a config's text, such as "jsd:beta=0.3" or "0.7*forward_kl+0.3*total_variation".
 
-    Raises `UserError` for an unknown name or parameter.
+    A function of a file, "mine.py:f", is imported: this runs the file. Raises `UserError` for an
+    unknown name or parameter, and for a file that fails or lacks the function.
     """
-    parts = [
-        (weight, _CLASSES[name](**parameters))
-        for weight, name, parameters in split_divergence(text)
-    ]
+    parts: list[tuple[float, Divergence]] = []
+    for weight, name, parameters in split_divergence(text):
+        if function := split_function(name):
+            parts.append((weight, _open_function(name, *function)))
+        else:
+            parts.append((weight, _CLASSES[name](**parameters)))
     return Mixture(tuple(parts)) if len(parts) > 1 else parts[0][1]
 
 
@@ -319,6 +400,8 @@ def write_divergence(divergence: Divergence) -> str | None:
         parts = [(weight, write_divergence(part)) for weight, part in divergence.parts]
         whole = all(text and "*" not in text for _, text in parts)
         return "+".join(f"{weight!r}*{text}" for weight, text in parts) if whole else None
+    if isinstance(divergence, FileDivergence):
+        return divergence.source
     name = next((name for name, kind in _CLASSES.items() if type(divergence) is kind), None)
     values = ",".join(f"{key}={value!r}" for key, value in vars(divergence).items())
     return name and (f"{name}:{values}" if values else name)

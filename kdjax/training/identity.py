@@ -15,6 +15,7 @@ from kdjax.config import (
     Config,
     count_own_rows,
     flatten,
+    name_files,
     name_numbers,
     refuse_removed,
     refuse_removed_weights,
@@ -81,6 +82,7 @@ def _flatten(config: Config) -> dict[str, Any]:
     weights = {
         "teacher.weights": name_numbers(config.teacher.weights),
         "student.lora.weights": name_numbers(config.student.lora.weights),
+        "loss.divergence": name_files(config.loss.divergence),  # contents have hashes of the files
     }
     types = {"student.quantize": identify_types(config.student.quantize)}
     return flatten(config) | weights | types

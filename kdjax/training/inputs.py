@@ -2,17 +2,21 @@
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kdjax.config import (
+    OWN,
     Config,
     DataConfig,
+    LossConfig,
     StudentConfig,
     TrainConfig,
     flatten,
+    name_files,
 )
 from kdjax.data import pipeline
 from kdjax.data.rows import RowSet, RowSettings, check_split, prepare_rows, rows_key, warn_of_marks
@@ -22,6 +26,7 @@ from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.imatrix import hash_importance
 from kdjax.formats.saved import read_receipt, saved_run, saved_steps
 from kdjax.hub import PREFIX
+from kdjax.losses.divergences import list_files, parse_divergence
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.identity import CONTENTS, check_same_run, identify
 from kdjax.training.pair import Pair, open_pair
@@ -30,6 +35,7 @@ from kdjax.training.user_code import NO_CODE, UserCode
 
 _log = logging.getLogger("kdjax")
 
+_FILES = "loss.divergence.sha256 of "  # in an identity, before a file's function
 _READINGS = 4  # up to 4 epochs, text teaches as well as new text (arXiv:2305.16264)
 
 
@@ -132,6 +138,17 @@ def hash_imatrix(student: StudentConfig) -> dict[str, str]:
     return {"student.imatrix.sha256": hash_importance(student.imatrix)}
 
 
+def hash_divergence(loss: LossConfig) -> dict[str, str]:
+    """SHA-256s of the files whose functions `loss.divergence` names; runs them."""
+    own = loss.divergence.startswith(OWN)
+    return name_hashes({} if own else list_files(parse_divergence(loss.divergence)))
+
+
+def name_hashes(files: Mapping[str, str]) -> dict[str, str]:
+    """SHA-256s by functions such as `folder/mine.py:f`, under their names in an identity."""
+    return {f"{_FILES}{name_files(source)}": sha for source, sha in files.items()}
+
+
 def hash_text(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
     """Hashes of the text and the prompts, from the files alone."""
     rows = rows_key(row_settings(config.data, tokenizer))
@@ -149,7 +166,9 @@ def hash_contents(config: Config) -> dict[str, Any]:
         contents["teacher.cache"] = join_hashes(
             [(weight, hash_index(read_index(folder)[1])) for weight, folder in caches]
         )
-    return contents | hash_imatrix(config.student) | hash_models(pair)
+    return (
+        contents | hash_imatrix(config.student) | hash_divergence(config.loss) | hash_models(pair)
+    )
 
 
 def check_finished(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> None:
@@ -167,6 +186,10 @@ def check_finished(config: Config, workdir: Path, user_code: UserCode = NO_CODE)
             raise
         moved = [name for name in CONTENTS if now[name] != then.get(name)]
         current = identify(config, {name: now[name] for name in moved})
+        try:
+            current |= hash_divergence(config.loss)
+        except MissingFileError:
+            current |= {name: sha for name, sha in saved.items() if name.startswith(_FILES)}
         hashes = CONTENTS.values()
         saved = {name: value for name, value in saved.items() if name not in hashes}
         saved |= {name: then.get(name) for name in moved}

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from kdjax.config import refusing
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import (
     ROWS,
@@ -652,6 +653,7 @@ def check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
         raise UserError(f"found {name}={value!r}; expected {wanted}.")
 
 
+@refusing("make_step({}=)")
 def make_step(
     student: Model,
     teacher: Model | Sequence[Model | None] | None,

@@ -27,6 +27,7 @@ from kdjax.device.runtime import Devices
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import RECEIPT, saved_params
 from kdjax.hub import origin
+from kdjax.losses.divergences import list_files
 from kdjax.training.hooks import Hook, Run, StepRecord, exit_status
 from kdjax.training.job import Job
 from kdjax.training.saving import Checkpoints
@@ -258,6 +259,8 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
         "kdjax": {"version": __version__, "git_sha": sha, "git_dirty": dirty},
         "config": config,
         "config_sha256": config_hash(config),
+        # Functions of files that the config names, and SHA-256s of these files.
+        "hashed_python": list_files(job.step.spec.head.loss.divergence),
         # User code, by the arguments of `distill`: its name only, no hash.
         "unhashed_python": job.user_code.describe(job.step.abstract),
         "seed": job.config.train.seed,

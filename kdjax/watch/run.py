@@ -11,7 +11,15 @@ import jax
 import optax
 from flax import nnx
 
-from kdjax.config import Config, check_fields, flatten, last_step, settle_dtype, validate
+from kdjax.config import (
+    Config,
+    check_fields,
+    flatten,
+    last_step,
+    refusing,
+    settle_dtype,
+    validate,
+)
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
@@ -41,6 +49,7 @@ from kdjax.watch.smoke import Verdict
 _log = logging.getLogger("kdjax")
 
 
+@refusing("distill({}=)")
 def distill(
     config: Config,
     workdir: str | Path,

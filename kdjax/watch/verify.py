@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kdjax.config import SELF, Config, RemovedError, find_removed, read_section
+from kdjax.config import SELF, Config, RemovedError, find_removed, map_files, read_section
 from kdjax.data.rows import packed_hash
 from kdjax.data.text import split_sources
 from kdjax.errors import CheckError, UserError, suggest_path
@@ -18,7 +18,7 @@ from kdjax.formats import TensorTable, content_hash, open_table
 from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, saved_steps
 from kdjax.training.forms import form_of
 from kdjax.training.identity import identify, list_differences
-from kdjax.training.inputs import hash_imatrix, hash_text
+from kdjax.training.inputs import hash_divergence, hash_imatrix, hash_text, name_hashes
 from kdjax.training.pair import open_student
 from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
@@ -124,6 +124,8 @@ class _Recheck:
             (config.rollout, "prompts"),
         ):
             setattr(section, name, self._resolve_text(getattr(section, name)))
+        resolve = functools.partial(resolve_path, self.receipt)
+        config.loss.divergence = map_files(config.loss.divergence, resolve)
         return config
 
     def _resolve_text(self, names: str) -> str:
@@ -156,8 +158,11 @@ class _Recheck:
         return f"sha256 {sha}" + self._tell_python()
 
     def _tell_python(self) -> str:
+        files = hash_divergence(self.config.loss)
+        _expect("files", files, name_hashes(self.receipt.get("hashed_python", {})))
+        said = "".join(f"; {name}: {sha}" for name, sha in files.items())
         named = ", ".join(f"{k} ({v})" for k, v in self.python.items())
-        return named and f"; of no hash is the code given as Python: {named}"
+        return said + (named and f"; of no hash is the code given as Python: {named}")
 
     def teacher(self) -> str:
         path = self.config.teacher.path
@@ -223,7 +228,7 @@ class _Recheck:
             contents["teacher.cache"] = teacher["cache"]
         if "rollout.prompts" in saved:
             contents["rollout.prompts"] = self.hashes.get("rollout.prompts")
-        contents |= hash_imatrix(self.config.student)
+        contents |= hash_imatrix(self.config.student) | hash_divergence(self.config.loss)
         named = {f"own.{name}": text for name, text in self.python.items()}
         contents |= {name: text for name, text in named.items() if name in saved}
         for name, was, stated in list_differences(saved, identify(self.config, contents)):
