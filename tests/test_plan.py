@@ -22,9 +22,10 @@ from quick import cases
 from kdjax.commands import plan as command
 from kdjax.commands.parsing import apply_environment
 from kdjax.config import NEW, SELF, WEIGHTS, Config, set_fields
-from kdjax.device import sharding
+from kdjax.device import machines, sharding
+from kdjax.device.machines import Machine
 from kdjax.device.placement import Placement
-from kdjax.device.runtime import Devices
+from kdjax.device.runtime import Devices, count_total, spare_memory
 from kdjax.device.sharding import make_local_mesh
 from kdjax.errors import BAD_INPUT, UserError
 from kdjax.formats import open_table
@@ -569,7 +570,7 @@ def test_the_command_tells_a_cpus_step_as_xla_does(
     assert "evaluating: logits are compared" in made.phases and plan.LOSS not in made.phases
     monkeypatch.setattr(compiled, "count_step", lambda *_: pytest.fail("compiles"))
     assert plan.LOSS in command.survey_headers(tiny_config).phases  # for eight devices
-    monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(9))
+    monkeypatch.setattr("kdjax.device.machines.device_summary", lambda: on(9))
     with _lend(1):
         assert plan.LOSS in command.survey_headers(tiny_config).phases
 
@@ -632,13 +633,118 @@ def test_the_command_plans_without_a_workdir(tiny_config, models, tmp_path):
 
 def test_a_plan_that_does_not_fit_ends_with_status_2(tiny_config, monkeypatch, capsys):
     monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
-    monkeypatch.setattr("kdjax.training.job.device_summary", lambda: on(1e-6))
+    monkeypatch.setattr("kdjax.device.machines.device_summary", lambda: on(1e-6))
     tiny_config.teacher.weights = "packed"
     assert command.print_plan(command.survey_headers(tiny_config)) == BAD_INPUT
     assert "too much" in capsys.readouterr().out
     tiny_config.teacher.weights = "auto"
     with pytest.raises(UserError, match="does not fit"):
         command.survey_headers(tiny_config)
+
+
+@pytest.mark.parametrize(
+    ("word", "memory", "count", "kind", "usable", "capability"),
+    [
+        ("H100", "", 2, "NVIDIA H100 80GB HBM3", 76.5e9, "9.0"),  # as JAX on one reports
+        ("h200", "", 1, "NVIDIA H200", 135.09e9, "9.0"),
+        ("H100", "16GB", 2, "NVIDIA H100 80GB HBM3", 14.4e9, "9.0"),
+        ("rtx 4090", "24GiB", 1, "NVIDIA GeForce RTX 4090", 0.9 * 24 * GIB, "8.9"),
+        ("gpu", "8 gb", 1, "GPU", 7.2e9, "8.0"),
+        ("cpu", "16GiB", 8, "cpu", 14 * GIB, ""),
+    ],
+)
+def test_a_machine_is_described(word, memory, count, kind, usable, capability):
+    made = Machine.describe(word, memory, count)
+    assert (made.summary.kind, made.summary.count, len(made.devices)) == (kind, count, count)
+    assert made.summary.memory_bytes == pytest.approx(usable)
+    assert {device.compute_capability for device in made.devices} == {capability}
+    assert bool(made.summary.peak_flops) == (kind not in ("GPU", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("H1000",), "expected one of H100, H200"),
+        (("gpu",), "needs --memory, such as"),
+        (("L4", "16GP"), "--memory=16GP: expected a size above 0"),
+        (("L4", "0GB"), "above 0"),
+        (("L4", "16GB", 0), "--devices=0 must be 1 or more"),
+    ],
+)
+def test_a_wrong_machine_is_named(arguments, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        Machine.describe(*arguments)
+    with pytest.raises(UserError, match="--memory and --devices need --device, one of H100"):
+        command.main.__wrapped__(["--config=demo", "--memory=16GB"])
+
+
+@pytest.mark.parametrize("share", np.linspace(1e9, 300e9, 8))
+def test_memory_that_is_spared_is_counted_back(share):
+    for platform in ("cpu", "gpu"):
+        assert spare_memory(platform, count_total(platform, share)) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("pair", "word", "count", "weights"),
+    [
+        ("7b", "H100", 1, "auto"),
+        ("7b", "H100", 2, "auto"),
+        ("7b", "L4", 1, "dense"),
+        ("qwen3.5-9b", "B200", 4, "auto"),
+        ("7b", "cpu", 1, "auto"),
+    ],
+)
+def test_a_run_fits_the_smallest_device_named_and_no_smaller(pairs, pair, word, count, weights):
+    config = config_of(16, 2048, remat="auto", chunk=0, evaluated=8)
+    config.teacher.path, config.teacher.weights = "teacher.gguf", weights
+    machine = Machine.describe(word, "256GB", count)
+    made = command._add_least(plan_on(config, pairs[pair], machine), config, machine, pairs[pair])
+    for name, value in re.findall(r"--config\.([\w.]+)=(\w+)", made.least.flags):
+        set_fields(config, {name: int(value) if value.isdecimal() else value})
+    assert made.least.memory < 60e9 and str(made.least) in "\n".join(made.lines())
+    again = plan_on(config, pairs[pair], Machine.describe(word, f"{made.least.memory:.0f}", count))
+    assert not again.missing
+    with pytest.raises((UserError, AssertionError)):
+        smaller = Machine.describe(word, f"{0.84 * made.least.memory:.0f}", count)
+        assert not plan_on(config, pairs[pair], smaller).missing
+
+
+def plan_on(config, pair, machine):
+    """The plan that `survey` makes of a pair on a machine."""
+    kinds = ask_kinds(config.teacher) if config.teacher.weights != "auto" else AUTO
+    meshes = sharding.list_meshes(-1, 0, 1, machine.devices)
+    return plan.choose_mesh(
+        meshes,
+        lambda mesh: plan.choose_plan(config, pair, mesh, machine.summary, kinds),
+        asked=False,
+    )[1]
+
+
+def test_a_plan_for_another_machine_asks_nothing_of_this_one(tiny_config, monkeypatch, capsys):
+    def refuse(*_, **__):
+        pytest.fail("asks this machine")
+
+    monkeypatch.setattr("kdjax.device.cluster.started", refuse)
+    monkeypatch.setattr(machines, "device_summary", refuse)
+    monkeypatch.setattr(compiled, "count_step", refuse)
+    tiny_config.teacher.weights = "float8"  # an A100 has none, whatever runs the tests
+    with pytest.raises(UserError, match=r"NVIDIA A100-SXM4-80GB of compute capability 8\.0"):
+        command.survey_headers(tiny_config, Machine.describe("A100-80GB"))
+    made = command.survey_headers(tiny_config, Machine.describe("H100", "16GB", 2))
+    assert (made.limit, made.platform) == (pytest.approx(14.4e9), "gpu")
+    assert command.print_plan(made) == 0
+    shown = capsys.readouterr().out
+    assert "of 14.40: fits; the smallest device that it can go to has 0." in shown
+
+
+def test_a_cpus_plan_depends_on_its_ram_alone(tiny_config, monkeypatch, caplog):
+    """Memory of other programs changes a warning, and no plan."""
+    plans = []
+    for free in (10**12, 1000):
+        for name in ("kdjax.device.runtime", "kdjax.training.job"):
+            monkeypatch.setattr(f"{name}.mem_available", lambda free=free: free)
+        plans.append(survey(tiny_config, whole=False)[2])
+    assert plans[0] == plans[1] and plans[0].limit
 
 
 def test_a_run_without_a_document_to_hold_out_is_not_planned(tiny_config, monkeypatch, tmp_path):

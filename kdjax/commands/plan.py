@@ -2,13 +2,18 @@
 
     kdjax plan --config=qwen7b_0p5b
     kdjax plan --config=qwen7b_0p5b --config.train.batch_size=8 --config.data.seq_len=2048
+    kdjax plan --config=qwen7b_0p5b --device=H100 --devices=2 --memory=16GB    # another machine
 
-Reads only the headers of both models: the beginning of a download is
-enough. A run that does not fit ends with status 2 and the settings that
-would.
+Reads only the headers of both models: the beginning of a download is enough. The plan depends on
+the config and on the device's total memory, not on what other programs hold. A run that does not
+fit ends with status 2 and the settings that would.
 """
 
+import argparse
+import contextlib
+import dataclasses
 import logging
+import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +21,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from kdjax.commands.parsing import (
+    Parser,
     RunCommand,
     log_to_terminal,
     parse_run,
@@ -23,17 +29,43 @@ from kdjax.commands.parsing import (
     run_parser,
     started,
 )
-from kdjax.config import Config
+from kdjax.config import Config, flatten
+from kdjax.device.machines import WORDS, Machine
+from kdjax.device.runtime import count_total
+from kdjax.device.sharding import list_meshes
 from kdjax.errors import BAD_INPUT, FINISHED, MissingFileError, reporting
 from kdjax.hub import fetch_headers
 
 if TYPE_CHECKING:
     from kdjax.training.memory import Plan
+    from kdjax.training.pair import Pair
 
 _log = logging.getLogger("kdjax")
 
 
-def survey_headers(config: Config) -> "Plan":
+def add_machine_flags(parser: Parser) -> None:
+    """Adds the flags that describe another machine; `find_machine` reads them."""
+    add = parser.add_argument
+    text = f"plan for it in place of this machine's: {', '.join(WORDS)}"
+    add("--device", default="", metavar="NAME", help=text)
+    text = "of one device, such as 16GB or 24GiB; a GPU's run takes 90%% of it; by default all that"
+    add("--memory", default="", metavar="SIZE", help=f"{text} --device has")
+    text = "number of devices in one process, for --device; 1 by default"
+    add("--devices", type=int, metavar="N", help=text)
+
+
+def find_machine(options: argparse.Namespace, parser: Parser) -> Machine | None:
+    """The machine that flags describe; None: this one."""
+    if options.device:
+        jax.config.update("jax_platforms", "cpu")  # nothing runs on a GPU of this machine
+        count = 1 if options.devices is None else options.devices
+        return Machine.describe(options.device, options.memory, count)
+    if options.memory or options.devices is not None:
+        parser.error(f"--memory and --devices need --device, one of {', '.join(WORDS)}")
+    return None
+
+
+def survey_headers(config: Config, machine: Machine | None = None) -> "Plan":
     """The plan of a run, from the headers of its models; allocates nothing.
 
     On a CPU XLA compiles the step and tells its memory.
@@ -41,10 +73,30 @@ def survey_headers(config: Config) -> "Plan":
     from kdjax.training.compiled import ask_xla
     from kdjax.training.job import survey
 
-    with started(lean=True), tempfile.TemporaryDirectory() as folder:
+    here = started(lean=True) if machine is None else contextlib.nullcontext()
+    with here, tempfile.TemporaryDirectory() as folder:
         headers = fetch_headers(config, Path(folder))
-        placement, pair, plan = survey(headers, whole=False)
-        return ask_xla(plan, headers, pair, placement)
+        machine = machine or Machine.here()
+        placement, pair, plan = survey(headers, whole=False, machine=machine)
+        told = ask_xla(plan, headers, pair, placement)
+        return _add_least(told, headers, machine, pair)
+
+
+def _add_least(plan: "Plan", config: Config, machine: Machine, pair: "Pair") -> "Plan":
+    """Adds the smallest device that the run can go to; as `plan` is where nothing is smaller."""
+    from kdjax.training.memory import CPU_ERROR, Least
+    from kdjax.training.plan import find_least, write_flags
+
+    axes, summary = config.mesh, machine.summary
+    mesh = list_meshes(axes.data, axes.fsdp, axes.tensor, machine.devices)[-1]
+    leanest, changes = find_least(config, pair, mesh, summary, plan.kind)
+    on_cpu = summary.platform == "cpu"
+    needed = leanest.needed * (CPU_ERROR if on_cpu else 1)
+    if needed >= plan.needed:
+        needed, changes = plan.needed, {}
+    shared = summary.count if on_cpu else 1  # emulated devices share the RAM
+    total = math.ceil(count_total(summary.platform, needed * shared) / 1e7) * 1e7  # as it is shown
+    return dataclasses.replace(plan, least=Least(total, write_flags(changes, flatten(config))))
 
 
 def print_plan(plan: "Plan") -> int:
@@ -54,18 +106,21 @@ def print_plan(plan: "Plan") -> int:
     return BAD_INPUT if plan.missing else FINISHED
 
 
-def plan_run(run: RunCommand) -> int:
-    """Plans a command line's run; returns the exit status."""
+def plan_run(run: RunCommand, machine: Machine | None = None) -> int:
+    """Plans a command line's run, for this machine or another; returns the exit status."""
     try:
         require_files(run)
     except MissingFileError as error:
         require_files(run, text=False)
         _log.warning("planned without text: %s", error)
-    return print_plan(survey_headers(run.config))
+    return print_plan(survey_headers(run.config, machine))
 
 
 @reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     log_to_terminal()
-    return plan_run(parse_run(run_parser("plan", __doc__), argv))
+    parser = run_parser("plan", __doc__)
+    add_machine_flags(parser)
+    run = parse_run(parser, argv)
+    return plan_run(run, find_machine(run.options, parser))

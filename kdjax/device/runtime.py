@@ -6,6 +6,7 @@ and the answer decides the environment that JAX reads at its first use of a devi
 user always wins. Importing this module starts nothing.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import enum
@@ -37,6 +38,8 @@ PINNED_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 MANAGED = "MANAGED_MEMORY"  # ours: 1 forces unified memory, 0 forbids it
 CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
 
+_DISCRETE = "0.90"  # share of a discrete GPU that JAX may take
+_RAM_LEFT, _RAM_SHARE_LEFT = 2 * GIB, 1 / 8  # RAM for the system, the larger of both
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
 
@@ -76,11 +79,52 @@ def _classify(device: Device) -> DeviceMemory:
 
 def mem_available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     """Bytes of RAM available without swapping; None if the kernel does not report them."""
+    return _read_meminfo("MemAvailable", meminfo)
+
+
+def _read_meminfo(name: str, meminfo: Path) -> int | None:
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+        found = re.search(rf"^{name}:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     except OSError:
         return None
     return int(found[1]) * 1024 if found else None
+
+
+def ram_total(root: Path = Path("/")) -> int | None:
+    """Bytes of RAM that this process may use at all; None if the kernel does not report them.
+
+    That is the machine's, or the limit of a container or control group if it is lower. Unlike
+    `mem_available` it does not depend on what other programs hold.
+    """
+    total = _read_meminfo("MemTotal", root / "proc/meminfo")
+    groups = root / "sys/fs/cgroup"
+    limits = [groups / "memory/memory.limit_in_bytes"]  # version 1
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):  # version 2: every group around this process has a limit
+                inner = Path(line.removeprefix("0::").lstrip("/"))
+                limits += [groups / group / "memory.max" for group in (inner, *inner.parents)]
+    for path in limits:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
+            total = min(int(path.read_text()), total) if total else None
+    return total
+
+
+def spare_memory(platform: str, total: int | float) -> int | float:
+    """Bytes that a run may use of a device's `total`: a discrete GPU's, or the RAM.
+
+    `count_total` is its inverse.
+    """
+    if platform != "cpu":
+        return float(_DISCRETE) * total
+    return total - max(_RAM_LEFT, _RAM_SHARE_LEFT * total)
+
+
+def count_total(platform: str, usable: int | float) -> int | float:
+    """Bytes of the smallest device of which `spare_memory` leaves that many."""
+    if platform != "cpu":
+        return usable / float(_DISCRETE)
+    return max(usable + _RAM_LEFT, usable / (1 - _RAM_SHARE_LEFT))
 
 
 def memory_policy(
@@ -158,7 +202,7 @@ def _integrated(devices: Sequence[Device], available: int | None) -> tuple[dict[
 def _own_memory(kind: DeviceMemory, lean: bool) -> tuple[dict[str, str], str]:
     # The rest is for what XLA does not allocate: the context, cuDNN, cuBLAS, NCCL. On a superchip
     # the operating system may also place page cache in the device's memory.
-    fraction = "0.90" if kind is DeviceMemory.DISCRETE else "0.85"
+    fraction = _DISCRETE if kind is DeviceMemory.DISCRETE else "0.85"
     settings = {ALLOCATOR: "default", PREALLOCATE: str(not lean).lower(), FRACTION: fraction}
     how = f"grows to {fraction} of it" if lean else f"takes {fraction} of it at the start"
     return settings, f"XLA's default allocator {how}"
@@ -321,12 +365,12 @@ class Devices:
     platform: str
     kind: str
     count: int
-    memory_bytes: int | None  # that XLA may use on one device; on a CPU that all share
+    memory_bytes: int | None  # that XLA may use on one device; on a CPU of the RAM, that all share
     peak_flops: float | None  # sum over all devices, dense bf16; None if unknown
     driver: str | None = None  # NVIDIA's kernel driver, such as 580.95.05
 
     def __str__(self) -> str:
-        shared = "available" if self.platform == "cpu" else "each"
+        shared = "of RAM for a run" if self.platform == "cpu" else "each"
         memory = f", {self.memory_bytes / 1e9:.1f} GB {shared}" if self.memory_bytes else ""
         driver = f", driver {self.driver}" if self.driver else ""
         where = f"{self.platform}{memory}{driver}"
@@ -351,7 +395,8 @@ def device_summary() -> Devices:
     first = jax.local_devices()[0]  # devices of other processes have no statistics here
     memory = (first.memory_stats() or {}).get("bytes_limit")
     if first.platform == "cpu":
-        memory = mem_available()
+        total = ram_total()
+        memory = int(spare_memory("cpu", total)) if total else None
     peak = peak_matmul_flops(first.device_kind, jnp.bfloat16)
     return Devices(
         platform=first.platform,

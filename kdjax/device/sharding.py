@@ -5,7 +5,7 @@ One device is the 1 x 1 x 1 mesh: the same code runs on a laptop and on a host o
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,10 +43,11 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = Non
             f"{len(devices)} devices. Set the three so that their product is {len(devices)}; "
             "mesh.data=-1 fills in the rest."
         )
-    if len(devices) > len(jax.local_devices()) and len(jax.local_devices()) % tensor:
+    here = sum(device.process_index == jax.process_index() for device in devices)
+    if len(devices) > here and here % tensor:
         raise UserError(
-            f"mesh.tensor={tensor} does not divide the {len(jax.local_devices())} devices of a "
-            "process: a row lies within one process. Set mesh.tensor to a divisor, or start fewer "
+            f"mesh.tensor={tensor} does not divide the {here} devices of a process: "
+            " a row lies within one process. Set mesh.tensor to a divisor, or start fewer "
             "processes with more devices each."
         )
     if len(devices) > 1 and devices[0].platform == "cpu":
@@ -56,12 +57,19 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: list[Any] | None = Non
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def list_meshes(data: int, fsdp: int, tensor: int) -> list[Mesh]:
-    """The meshes that these sizes allow; with `fsdp=0` each that fits, most copies first."""
+def list_meshes(
+    data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None
+) -> list[Mesh]:
+    """The meshes over `devices` (default: all) that these sizes allow.
+
+    With `fsdp=0` each that fits, most copies first.
+    """
+    given = None if devices is None else list(devices)
     if fsdp or data > 0:
-        return [make_mesh(data, fsdp or 1, tensor)]
-    most = max(jax.device_count() // tensor, 1)
-    return [make_mesh(-1, n, tensor) for n in range(1, most + 1) if most % n == 0]
+        return [make_mesh(data, fsdp or 1, tensor, given)]
+    count = jax.device_count() if given is None else len(given)
+    most = max(count // tensor, 1)
+    return [make_mesh(-1, n, tensor, given) for n in range(1, most + 1) if most % n == 0]
 
 
 def leave_cache_out() -> None:

@@ -34,8 +34,9 @@ from kdjax.data.teacher_cache import (
     open_caches,
 )
 from kdjax.device import sharding
+from kdjax.device.machines import Machine
 from kdjax.device.placement import Placement
-from kdjax.device.runtime import device_summary
+from kdjax.device.runtime import mem_available
 from kdjax.errors import UserError
 from kdjax.formats.saved import UNDECAYED, saved_run
 from kdjax.losses.kd import KDLoss
@@ -48,6 +49,7 @@ from kdjax.training.forms import form_of
 from kdjax.training.identity import check_same_run, describe_cache, identify
 from kdjax.training.inputs import (
     check_texts,
+    hash_divergence,
     hash_imatrix,
     hash_models,
     list_read_rows,
@@ -202,15 +204,19 @@ def _check_batches(train: TrainConfig, evaluation: EvalConfig, placement: Placem
             )
 
 
-def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan]:
-    """Opens, compares and plans; reads headers and allocates nothing.
+def survey(
+    config: Config, *, whole: bool = True, machine: Machine | None = None
+) -> tuple[Placement, Pair, Plan]:
+    """Opens, compares and plans, for this machine by default; reads headers, allocates nothing.
 
     With `whole=False` the models' files may end after their headers, as in an unfinished download,
     and text is read only until each side has a document. Raises `UserError` for a pair that cannot
     be distilled, text that does not divide, or a run that cannot fit.
     """
     kinds = ask_kinds(config.teacher)
-    meshes = sharding.list_meshes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    machine = machine or Machine.here()
+    axes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    meshes = sharding.list_meshes(*axes, machine.devices)
     placement = Placement.on(meshes[0])
     for kind in kinds:
         kind.check(placement)
@@ -225,13 +231,24 @@ def survey(config: Config, *, whole: bool = True) -> tuple[Placement, Pair, Plan
     _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
     if not whole:  # else it is read next
         check_texts(config.data, pair.tokenizer)
-    devices = device_summary()
     mesh, plan = choose_mesh(
         meshes,
-        lambda mesh: choose_plan(config, pair, mesh, devices, kinds),
+        lambda mesh: choose_plan(config, pair, mesh, machine.summary, kinds),
         asked=bool(config.mesh.fsdp),
     )
     return Placement.on(mesh), pair, plan
+
+
+def _warn_of_others(plan: Plan, placement: Placement) -> None:
+    """Warns if other programs hold RAM that the run was planned to take."""
+    needed = plan.peak * placement.mesh.size
+    free = mem_available() if plan.platform == "cpu" else None
+    if free is not None and free < needed:
+        _log.warning(
+            "the run is planned to take %.1f GB of RAM, of which other programs leave %.1f: end "
+            "some of them, or the run may be slow or be killed",
+            *(needed / 1e9, free / 1e9),
+        )
 
 
 def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Job:
@@ -243,6 +260,7 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
         placement, pair, plan = survey(config)
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
+    _warn_of_others(plan, placement)
     with timing("text"):
         rows = prepare_all(config, pair)
     warn_of_readings(config.train, count_own_rows(config), rows)
@@ -265,7 +283,8 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
         with timing("hashes"):
             hashed.result()
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
-    made_of |= hash_imatrix(config.student) | user_code.identify(step.abstract)
+    made_of |= hash_imatrix(config.student) | hash_divergence(config.loss)
+    made_of |= user_code.identify(step.abstract)
     if user_code.batches is None:
         source = make_source(config, workdir, pair, rows, cache, step, teacher)
     else:

@@ -18,12 +18,25 @@ from kdjax.training.teachers import Size, TeacherKind
 
 # Plans of 20 measured steps were between 0.1% below the peak and 4.7% above it.
 _MARGIN = 1.03
+CPU_ERROR = 1.15  # what XLA takes on a CPU, at most, in units of the formula
 # Library workspaces (cuBLAS takes 32 MiB a product in flight), code, and gaps between buffers.
 GPU_OVERHEAD = 0.35e9
 # A delta layer's rule forward on one position, bytes: of a value head N float32 pairs of positions
 # in a chunk, of a column of keys, of a column of values, of a number of the state before a chunk.
 # Kernels keep a chunk's parts to themselves: XLA counts three quarters of what it does without.
 _RULE = 2.25, 9.75, 1.275, 4.125
+
+
+@dataclasses.dataclass(frozen=True)
+class Least:
+    """The smallest device that a run can go to by settings that change none of its results."""
+
+    memory: Size  # bytes of each device, of which JAX takes a part
+    flags: str  # as `--config.train.microbatches=8`; empty: as the run is
+
+    def __str__(self) -> str:
+        how = f" with\n    {self.flags}" if self.flags else ""
+        return f"the smallest device that it can go to has {self.memory / 1e9:.2f}{how}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +54,7 @@ class Plan:
     saved: Size = 0  # bytes of a checkpoint on the disk, of all devices; 0: nothing is saved
     choice: str = ""  # the kind of teacher and why
     platform: str = ""  # of the devices, by JAX's name
+    least: "Least | None" = None  # None: not asked
 
     @property
     def free(self) -> Size | None:
@@ -58,9 +72,14 @@ class Plan:
         return sum(self.resident.values()) + sum(self.phases[self.peak_phase].values())
 
     @property
+    def needed(self) -> Size:
+        """Bytes that the device must offer: the peak and a margin."""
+        return _MARGIN * self.peak
+
+    @property
     def missing(self) -> Size:
-        """Bytes that the device lacks for the peak and a margin; 0 if its memory is unknown."""
-        return max(0.0, _MARGIN * self.peak - self.limit) if self.limit else 0.0
+        """Bytes that the device lacks of those needed; 0 if its memory is unknown."""
+        return max(0.0, self.needed - self.limit) if self.limit else 0.0
 
     def lines(self) -> Iterator[str]:
         """The plan as text, in GB of 10^9 bytes."""
@@ -74,7 +93,8 @@ class Plan:
                 yield f"    {name:<51} {size / 1e9:8.2f}"
         limit = f"of {self.limit / 1e9:.2f}" if self.limit else "of an unknown amount"
         verdict = f"{self.missing / 1e9:.2f} too much" if self.missing else "fits"
-        yield f"  {'peak':<44} {self.peak / 1e9:8.2f} {limit}: {verdict}"
+        least = f"; {self.least}" if self.least else ""
+        yield f"  {'peak':<44} {self.peak / 1e9:8.2f} {limit}: {verdict}{least}"
         if self.saved:
             yield f"a checkpoint on the disk: {self.saved / 1e9:.2f} GB"
         if self.tokens_per_s:

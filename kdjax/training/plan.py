@@ -57,7 +57,7 @@ from kdjax.training.memory import (
     share_memory,
 )
 from kdjax.training.pair import Pair
-from kdjax.training.teachers import RUNNING, Dense, Float8, NoTeacher, Size, TeacherKind
+from kdjax.training.teachers import RUNNING, Dense, Float8, NoTeacher, Packed, Size, TeacherKind
 from kdjax.training.trainable import find_frozen, leave_out, train_only
 
 _log = logging.getLogger("kdjax")
@@ -613,13 +613,50 @@ def _find_remedy(config: Config, pair: Pair, mesh: Mesh, platform: str, plan: Pl
             trial, pair, mesh, platform, plan.kind, plan.gradients, plan.free
         )
         least = dataclasses.replace(plan, phases=temporaries.plan_phases())
-        flags = _write_flags(changes, flatten(config))
+        flags = write_flags(changes, flatten(config))
         if not least.missing:
             return f"It would fit with {flags} ({least.peak / 1e9:.2f} GB)."
     return (
         f"Even with {flags} it needs {least.peak / 1e9:.2f} GB: take shorter rows "
         "(data.seq_len), a smaller model, or a larger device."
     )
+
+
+def find_least(
+    config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan that needs the least memory, and the changes of fields that lead to it.
+
+    Only fields that decide no result change. Of plans within 1% of the smallest it is the mildest.
+    """
+    least: dict[str, Any] = {}
+    if isinstance(kind, Dense) and config.teacher.weights == kind.name:
+        least["teacher.weights"] = Packed.name
+    kind = Packed() if isinstance(kind, Dense) else kind
+    asked = replace_settings(config, "full", config.loss.chunk_tokens or _CHUNKS[-1])
+    sections = asked.loss, asked.train, asked.rollout, asked.eval
+    plans: list[tuple[Plan, dict[str, Any]]] = []
+    bases: dict[bool, Plan] = {}  # whether gradients of microbatches are added up: what stays
+    for changes in _list_milder(*sections, sharding.row_shards(mesh)):
+        trial = copy.deepcopy(asked)
+        set_fields(trial, changes)
+        adds = trial.train.microbatches > 1
+        if adds not in bases:
+            bases[adds] = make_plan(trial, pair, mesh, devices, kind)
+        base = dataclasses.replace(bases[adds], chunk_tokens=trial.loss.chunk_tokens)
+        left = _Temporaries(trial, pair, mesh, devices.platform, kind, base.gradients, free=0.0)
+        plans.append((dataclasses.replace(base, phases=left.plan_phases()), changes))
+    smallest = min(plan.peak for plan, _ in plans)
+    plan, changes = next(pair for pair in plans if pair[0].peak <= 1.01 * smallest)
+    by_auto = {"student.remat": "auto", "loss.chunk_tokens": 0}  # which takes these by itself
+    if plan.chunk_tokens != _CHUNKS[-1]:
+        del by_auto["loss.chunk_tokens"]
+    flat = flatten(config)
+    return plan, least | {
+        name: value
+        for name, value in changes.items()
+        if flat[name] not in (value, by_auto.get(name, value))
+    }
 
 
 def _list_milder(
@@ -646,5 +683,6 @@ def _list_milder(
         }
 
 
-def _write_flags(changes: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+def write_flags(changes: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Writes the fields that changed as a command's flags."""
     return " ".join(f"--config.{k}={v}" for k, v in changes.items() if before[k] != v)
