@@ -225,6 +225,14 @@ def test_a_card_without_records_claims_nothing(student):
     assert "distilled by" not in text and "The settings of the run." in text
 
 
+def test_a_card_has_no_absolute_path(student):
+    config = {"teacher": {"path": "/home/me/t.gguf"}, "data": {"train": "~/text,/home/me/more"}}
+    files = {"files": ["/home/me/t.gguf"], "sha256": "7ea"}
+    for records in ({"receipt": {"config": config, "teacher": files}}, {"identity": config}):
+        text = card.model_card(student.spec, **records)
+        assert "t.gguf" in text and '"text,more"' in text and "/home" not in text
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_transformers_loads_the_folder(dtype, student, tmp_path):

@@ -302,6 +302,49 @@ def test_what_forbids_a_comparison_is_said(tmp_path):
     )
 
 
+def test_losses_that_do_not_compare_are_not_on_one_axis_without_a_word(tmp_path):
+    one = workdir(tmp_path / "a", WHOLE, receipt())
+    two = workdir(tmp_path / "b", WHOLE, receipt(loss_temperature=1.0))
+    said = (
+        "The losses differ, and their values do not compare: "
+        "a: 0.3 · CE + 11.2 · KL at T = 4; b: 0.3 · CE + 0.7 · KL at T = 1. "
+    )
+    assert page.write_page([one, two]).read_text().count(said) == 3  # of 10 pictures
+    schedule = workdir(tmp_path / "c", WHOLE, receipt(loss_final_temperature=1.0))
+    assert (
+        "loss = 0.3 · CE + 11.2 · KL at T = 4, at the start: T from 4 to 1 at the end. "
+        in page.write_page([schedule]).read_text()
+    )
+
+
+@pytest.mark.parametrize("value", ["/home/me/secret", "~/secret", "0.7*/home/secret/a,0.3*b"])
+def test_a_page_has_no_absolute_path(tmp_path, value):
+    record = receipt(teacher_path=f"{value}/teacher.gguf", data_train=f"{value}/x y,{value}/z")
+    record["teacher"]["files"] = ["/home/me/secret/teacher.gguf"]
+    record["data"]["folder"] = "/home/me/secret/rows"
+    record["platform"]["environment"] = {"XLA_FLAGS": "--xla_dump_to=/home/secret/dump"}
+    run = workdir(tmp_path / "a", ['{"kind": "tr', *WHOLE], record, samples="[")
+    source = page.write_page([run]).read_text()
+    assert "secret/" not in source and "/home" not in source and str(tmp_path) not in source
+    assert "teacher.gguf" in source and "samples.json cannot be read" in source
+
+
+def test_titles_and_labels_are_drawn_whole_and_shares_with_few_digits(tmp_path, drawing):
+    """Text within the paper, read from the SVG's own words."""
+    name = "a-long-name-of-a-run-that-somebody-chose-for-a-comparison-of-two"
+    one, two = (workdir(tmp_path / x / name, WHOLE, receipt()) for x in "ab")
+    pictures = re.findall(
+        r'src="data:image/svg\+xml;base64,([^"]*)"', page.write_page([one, two]).read_text()
+    )
+    drawn = [base64.b64decode(picture).decode() for picture in pictures]
+    for svg in drawn:
+        texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+        assert max(map(len, texts)) <= 48
+        assert "".join(texts).replace(" ", "").count(name) == 2
+    agreement = next(svg for svg in drawn if "top-1 agreement" in svg)
+    assert ">60%<" in agreement and ">60.0" not in agreement
+
+
 @pytest.mark.parametrize(
     ("lines", "record", "note"),
     [

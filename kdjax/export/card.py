@@ -6,6 +6,7 @@ from typing import Any
 
 from kdjax import __version__
 from kdjax.config import flatten
+from kdjax.formats.files import hide_folders
 from kdjax.models.arch import ArchSpec
 from kdjax.models.loading import count_parameters
 
@@ -50,13 +51,13 @@ def model_card(
     """README.md of a Hugging Face folder, in Markdown.
 
     `receipt` is the run's `receipt.json`; without one `identity`, which a checkpoint holds, says
-    which models and settings were used.
+    which models and settings were used. Absolute paths lose their folders.
     """
-    receipt = receipt or {}
+    receipt, identity = hide_folders(receipt or {}), hide_folders(identity or {})
     lines = [_FRONT, f"# {name or 'Exported student'}", ""]
     lines.append(_opening(spec, step, bool(receipt or identity)))
     unknown = []
-    if hashes := _list_hashes(receipt, identity or {}):
+    if hashes := _list_hashes(receipt, identity):
         lines += ["", "## Made from", "", "| what | SHA-256 |", "| --- | --- |", *hashes]
     else:
         unknown.append(_NO_RECORD)

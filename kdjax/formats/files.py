@@ -207,3 +207,16 @@ def remove_leftovers(folder: Path) -> None:
     for left in folder.glob(".*.tmp"):
         if re.fullmatch(r"\..+\.\d+\.tmp", left.name):
             left.unlink(missing_ok=True)
+
+
+# A path of this machine within a text: after its last slash comes the name that stays.
+_FOLDERS = re.compile(r"(?<![\w:/.~-])(?:~[\w.-]*)?/(?:[^/,:*'\"\n]+/)*(?=[^/\s,:*'\"])")
+
+
+def hide_folders(value: Any) -> Any:
+    """A record for others: absolute paths lose their folders, also within lists and texts."""
+    if isinstance(value, Mapping):
+        return {key: hide_folders(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [hide_folders(inner) for inner in value]
+    return _FOLDERS.sub("", value) if isinstance(value, str) else value

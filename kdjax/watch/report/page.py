@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import jinja2
@@ -297,7 +298,7 @@ _COLOURS = "#0068a8", "#c84e00", "#007a5a", "#a4508b", "#8a6a00", "#2a8fc7"
 _DASHES = "-", (0, (5, 1.6)), (0, (1.5, 1.3)), (0, (6, 1.5, 1.5, 1.5))
 _BINS = 160  # points of a curve; longer runs are averaged
 _PACE_STEPS = 8  # least number of steps to average speed over: one is timed a step late
-_LABEL = 24  # characters of a run's label
+_LABEL, _TITLE = 30, 48  # characters of a line of a run's label, and of a title
 _STYLE: dict[str, Any] = {
     "figure.figsize": (4.9, 2.9),  # inches of 72 units: as wide as a phone, so that 10 are legible
     "font.size": 10,
@@ -314,6 +315,7 @@ _STYLE: dict[str, Any] = {
     "text.parse_math": False,
     "svg.fonttype": "none",
 }
+_PERCENT = "%"  # form of shares: as many decimals as the axis needs
 # Name of the PNG: title, figure, form of its values.
 _TRAINED = {
     "loss": ("Training loss, nats a token", "loss", ""),
@@ -325,10 +327,14 @@ _TRAINED = {
 _HELD_OUT = {
     "heldout_loss": ("Held-out loss, nats a token", "loss", ""),
     "kl": ("Held-out KL to the teacher, T = 1, nats a token", "kl", ""),
-    "agreement": ("Held-out top-1 agreement with the teacher", "agreement", "{:.4%}"),
-    "acceptance": ("Held-out acceptance of drafts by the teacher, T = 1", "acceptance", "{:.4%}"),
+    "agreement": ("Held-out top-1 agreement with the teacher", "agreement", _PERCENT),
+    "acceptance": ("Held-out acceptance of drafts, T = 1", "acceptance", _PERCENT),
     "heldout_ce": ("Held-out cross-entropy, nats a token", "student_ce", ""),
 }
+
+
+_LOSSES = "loss", "divergence", "heldout_loss"  # pictures of what depends on the loss
+_APART = "The losses differ, and their values do not compare"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,11 +362,12 @@ class Picture:
 def _draw_pictures(runs: Sequence[RunRecord]) -> Iterator[Picture]:
     """A picture of every figure that a run has."""
     size = _bin_size(max(len(run.train["step"]) for run in runs))
+    losses = _describe_losses(runs)
     steps = f"Lines: means of {size} steps; bands: their least and greatest."
     for name, (title, figure, form) in _TRAINED.items():
         note = steps if size > 1 else "Every step."
-        if name == "loss" and len(runs) == 1:
-            note = _formula(runs[0]) + note
+        if name == "loss" or (name in _LOSSES and losses.startswith(_APART)):
+            note = losses + note
         if name == "throughput":
             note = (
                 f"Over {max(size, _PACE_STEPS)} steps at a time, evaluations, saves and the first "
@@ -372,15 +379,19 @@ def _draw_pictures(runs: Sequence[RunRecord]) -> Iterator[Picture]:
     for name, (title, figure, form) in _HELD_OUT.items():
         level = teachers if name == "heldout_ce" else set()
         note = "A dot an evaluation; at 0: before training." + " Dotted: the teacher." * bool(level)
+        if name in _LOSSES and losses.startswith(_APART):
+            note = losses + note
         if curves := [curve for run in runs if (curve := _list_evaluations(run, figure))]:
             yield Picture(name, title, note, *_draw(name, title, form, curves, "o", level))
 
 
-def _formula(run: RunRecord) -> str:
-    alpha, temperature = (run.config.get(f"loss.{name}") for name in ("alpha", "temperature"))
-    if alpha is None or temperature is None:
-        return ""
-    return f"loss = {alpha:g} · CE + {(1 - alpha) * temperature**2:.4g} · {run.divergence}. "
+def _describe_losses(runs: Sequence[RunRecord]) -> str:
+    """Says what the loss is; of runs with several, that their values do not compare."""
+    losses = {run.label: run.loss for run in runs if run.loss}
+    if len(set(losses.values())) < 2:
+        return f"loss = {next(iter(losses.values()))}. " if losses else ""
+    named = "; ".join(f"{label}: {loss}" for label, loss in losses.items())
+    return f"{_APART}: {named}. "
 
 
 def _bin_size(steps: int) -> int:
@@ -431,7 +442,7 @@ def _draw(
     style: Any = _STYLE | {"svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(layout="constrained")
-        axes = figure.add_subplot(title=title, xlabel="tokens trained")
+        axes = figure.add_subplot(title=fill(title, _TITLE), xlabel="tokens trained")
         for i, curve in enumerate(curves):
             colour, dashes = _COLOURS[i % len(_COLOURS)], _DASHES[i % len(_DASHES)]
             if curve.band:
@@ -440,7 +451,7 @@ def _draw(
             axes.plot(
                 curve.tokens,
                 curve.values,
-                label=curve.label[-_LABEL:].lstrip("_"),  # matplotlib hides labels in _
+                label=fill(curve.label, _LABEL).lstrip("_"),  # matplotlib hides labels in _
                 color=colour,
                 linestyle=dashes,
                 # The first line is wide, so that an equal one stays visible on it.
@@ -450,10 +461,12 @@ def _draw(
             )
         for level in levels:
             axes.axhline(level, color="#5a6472", linestyle=":")
-        if form:
+        if form == _PERCENT:
+            axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.6g}%")
+        elif form:
             axes.yaxis.set_major_formatter(lambda value, _: form.format(value))
         if name in ("learning_rate", "throughput"):
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * max(curve.values.max() for curve in curves) or 1)
         axes.xaxis.set_major_formatter(EngFormatter(sep="", places=None))
         axes.xaxis.set_major_locator(MaxNLocator(6))
         if len(curves) > 1:

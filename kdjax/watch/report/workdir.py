@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kdjax.config import flatten
+from kdjax.config import flatten, name_files
 from kdjax.data.rollouts import FOLDER, read_round
 from kdjax.errors import CheckError, UserError, suggest_path
+from kdjax.formats.files import hide_folders
 from kdjax.formats.saved import RECEIPT
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
@@ -44,11 +45,32 @@ class RunRecord:
         return flatten(self.receipt.get("config") or {})
 
     @property
+    def loss(self) -> str:
+        """Formula of the minimised loss, as `0.3 · CE + 0.7 · KL at T = 1`; "": unknown."""
+        asked = [self.config.get(f"loss.{name}") for name in ("alpha", "temperature")]
+        if None in asked:
+            return ""
+        alpha, temperature = asked
+        changing = [
+            f"{name} from {first:g} to {final:g}"
+            for name, first, final, unchanged in (
+                ("T", temperature, self.config.get("loss.final_temperature", 0), 0),
+                ("alpha", alpha, self.config.get("loss.final_alpha", -1), -1),
+            )
+            if final not in (unchanged, first)
+        ]
+        kl = f"{(1 - alpha) * temperature**2:.4g} · {self.divergence}"
+        if changing:  # so its values at two steps are of two losses
+            kl += f", at the start: {' and '.join(changing)} at the end"
+        return f"{alpha:g} · CE + {kl}"
+
+    @property
     def divergence(self) -> str:
         """The divergence that trains, as the config names it, and its temperature."""
         logged = [e["temperature"] for e in self.evals if "temperature" in e]
         temperature = self.config.get("loss.temperature", logged[0] if logged else math.nan)
-        name = self.config.get("loss.divergence", "forward_kl").replace("forward_kl", "KL")
+        name = name_files(self.config.get("loss.divergence", "forward_kl"))
+        name = name.replace("forward_kl", "KL")
         return f"{name} at T = {temperature:g}" if math.isfinite(temperature) else name
 
     @property
@@ -93,9 +115,9 @@ def read_run(path: Path, label: str = "") -> RunRecord:
             figures["tokens"] = float(trained[-1]) if len(trained) else 0.0
             evals.append(figures)
     rounds = _read_rounds(path, notes)
-    name = label or path.resolve().name
+    name, receipt = label or path.resolve().name, hide_folders(receipt)
     run = RunRecord(path, name, train, evals, receipt, samples, rounds, notes)
-    notes[:0] = _describe_end(run)
+    notes[:] = hide_folders([*_describe_end(run), *notes])
     return run
 
 
