@@ -805,6 +805,19 @@ def test_a_stop_before_anything_is_finished_writes_nothing(command, pair, tmp_pa
     assert (status, document, printed.out) == (130, None, "")
 
 
+def test_health_is_not_asked_where_nobody_wants_it(command, pair, tmp_path, monkeypatch):
+    """The model is random, and would be called broken."""
+    for name in ("of_files", "of_logits", "of_answers", "of_figures"):
+        monkeypatch.setattr(evaluate.examine, name, lambda *_: pytest.fail("asks"))
+    sizes = "--rows=2", "--seq-len=32", "--batch-size=8"
+    status, document, printed = command(
+        f"{pair}/student.gguf", f"--data=code={pair}/text", "--no-health", *sizes
+    )
+    assert status == 0 and document["broken"] == [] and "probe" not in document
+    assert document["held_out"]["code"]
+    assert "not asked whether it is broken" in printed.out
+
+
 @pytest.mark.slow
 def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair, tmp_path):
     status, document, printed = command(

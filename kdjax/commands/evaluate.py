@@ -106,6 +106,8 @@ def parser() -> Parser:
         action="store_true",
         help="run programs where bubblewrap cannot confine them",
     )
+    text = "do not look whether the model is broken; the exit status does not say it either"
+    add("--no-health", action="store_true", help=text)
     add("--batch-size", type=int, default=8, help="rows at a time")
     add("--json", type=Path, help="write everything there, answers too")
     add_cluster_flags(flags)
@@ -277,8 +279,9 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
     document["model"] = str(target)
     _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
     texts, prompts = _read_domains(request, target, teacher)
-    with _model_at_work("reading the model"):
-        _add_findings(document, examine.of_files(target.checkpoint))
+    if not args.no_health:
+        with _model_at_work("reading the model"):
+            _add_findings(document, examine.of_files(target.checkpoint))
     mesh = sharding.make_local_mesh()
     _run_model(document, request, target, mesh)
     if request.domains and not args.draft:
@@ -291,10 +294,11 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
                 mesh,
                 batch_size=args.batch_size,
             )
-        with _model_at_work("comparing held-out figures"):
-            found = examine.of_figures(document["held_out"], target, teacher, mesh)
-        _add_findings(document, found[0])
-        document["bit_cost"] = found[1]
+        if not args.no_health:
+            with _model_at_work("comparing held-out figures"):
+                found = examine.of_figures(document["held_out"], target, teacher, mesh)
+            _add_findings(document, found[0])
+            document["bit_cost"] = found[1]
     if args.draft:
         document |= {"teacher": args.teacher or args.target, "draft": None}
         if teacher is not None:
@@ -429,15 +433,21 @@ def _run_model(document: dict[str, Any], request: Request, target: Target, mesh:
     """Loads the model, measures it, and frees it on return."""
     with _model_at_work("loading the model"):
         model = target.load(mesh)
+    if not request.args.no_health:
+        _examine(document, model)
+    for name, figures in solve(request, model, target.checkpoint):
+        document[name] = figures
+        _keep(document, request)
+
+
+def _examine(document: dict[str, Any], model: Model) -> None:
+    """Adds what the model's logits and answers say of its health."""
     with _model_at_work("looking whether it is broken"):
         findings, document["probe"] = examine.of_logits(model)
     _add_findings(document, findings)
     with _model_at_work("letting it answer"):
         findings, document["probe"]["answers"] = examine.of_answers(model)
     _add_findings(document, findings)
-    for name, figures in solve(request, model, target.checkpoint):
-        document[name] = figures
-        _keep(document, request)
 
 
 def solve(

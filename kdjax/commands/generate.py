@@ -108,6 +108,11 @@ def _write_text(args: argparse.Namespace) -> int:
         warn_if_refused(target.checkpoint, small.checkpoint)
     tokenizer = target.checkpoint.tokenizer
     text = _read_prompt(args.prompt)
+    if args.chat and tokenizer.chat_template is None:
+        raise UserError(
+            f"--chat: {args.model} has no chat template. Leave --chat out, so that the model "
+            "continues the prompt; or take an instruct model, or the --tokenizer of one."
+        )
     if args.chat:
         text = tokenizer.render([{"role": "user", "content": text}], answer_next=True)
     sampling = Sampling(

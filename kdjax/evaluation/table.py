@@ -165,7 +165,8 @@ def text(document: dict[str, Any]) -> str:
         lines.append(f"inference_failed: {document['inference_error']}")
     lines += [f"BROKEN {f['detector']}: {f['evidence']}" for f in document["broken"]]
     if document["mode"] == INFERENCE and not document["broken"]:
-        lines.append(_say_health(document["probe"]))
+        probe = document.get("probe")
+        lines.append(_say_health(probe) if probe else "not asked whether it is broken")
     if document.get("held_out"):
         lines += ["", *_held_out(document["held_out"])]
     if document.get("draft"):

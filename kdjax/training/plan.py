@@ -629,7 +629,7 @@ def find_least(
 
     Only fields that decide no result change. Of plans within 1% of the smallest it is the mildest.
     """
-    least: dict[str, Any] = {}
+    config, least = settle_dtype(config, devices.platform), dict[str, Any]()
     if isinstance(kind, Dense) and config.teacher.weights == kind.name:
         least["teacher.weights"] = Packed.name
     kind = Packed() if isinstance(kind, Dense) else kind
