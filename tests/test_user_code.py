@@ -164,7 +164,7 @@ def test_a_config_names_a_divergence_of_a_file(own_config, tmp_path, monkeypatch
     [
         (HALF, "mine.py:hafl", r"mine.py defines no hafl; .* Did you mean half\?"),
         (HALF, "mien.py:half", r"mien.py:half: no such file; .* Did you mean mine.py\?"),
-        ("half = 3", "mine.py:half", "divergence=3: must be a Divergence such as"),
+        ("half = 3", "mine.py:half", "found half=3; expected a function of two"),
         ("\n\nimport nowhere", "mine.py:half", "mine.py:3: ModuleNotFoundError: No module named"),
         ("def half(:", "mine.py:half", "mine.py:1: SyntaxError"),
         ("", "half", "'half' is unknown; .* functions of a file, as mine.py:alpha_divergence"),

@@ -50,7 +50,7 @@ def add_machine_flags(parser: Parser) -> None:
     add("--device", default="", metavar="NAME", help=text)
     text = "of one device, such as 16GB or 24GiB; a GPU's run takes 90%% of it; by default all that"
     add("--memory", default="", metavar="SIZE", help=f"{text} --device has")
-    text = "number of devices in one process, for --device; 1 by default"
+    text = "number of devices in one process, for --device; default: 1"
     add("--devices", type=int, metavar="N", help=text)
 
 

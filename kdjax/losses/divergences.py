@@ -353,8 +353,13 @@ def _run_file(source: str, file: str, name: str, code: bytes) -> FileDivergence:
             f"loss.divergence={source}: {file} defines no {name}; expected a function of two "
             f"log-probabilities.{suggest(name, mine)}"
         )
-    divergence = as_divergence(vars(module)[name])
-    return FileDivergence(source, hashlib.sha256(code).hexdigest(), divergence)
+    found = vars(module)[name]
+    if not callable(found):
+        raise UserError(
+            f"loss.divergence={source}: found {name}={found!r}; expected a function of two "
+            "log-probabilities, or a Divergence."
+        )
+    return FileDivergence(source, hashlib.sha256(code).hexdigest(), as_divergence(found))
 
 
 def list_files(divergence: Divergence) -> dict[str, str]:
