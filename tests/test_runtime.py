@@ -367,11 +367,29 @@ def test_mem_available(tmp_path, meminfo, available):
     assert runtime.mem_available(tmp_path / "none") is None
 
 
+@pytest.mark.parametrize(
+    ("files", "total"),
+    [
+        ({}, 16 * GIB),
+        ({"sys/fs/cgroup/a/memory.max": str(4 * GIB)}, 4 * GIB),
+        ({"sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/memory.max": "1024"}, 1024),
+        ({"sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63)}, 16 * GIB),
+    ],
+)
+def test_the_ram_is_the_machines_or_a_groups_limit(tmp_path, files, total):
+    meminfo = f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: 1 kB\n"
+    for name, text in ({"proc/meminfo": meminfo, "proc/self/cgroup": "0::/a/b\n"} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert runtime.ram_total(tmp_path) == total
+    assert runtime.ram_total(tmp_path / "none") is None
+
+
 def test_device_summary_on_the_cpu():
     devices = runtime.device_summary()
     assert (devices.platform, devices.count) == ("cpu", jax.device_count())
     assert devices.peak_flops is None and devices.driver is None
-    assert devices.memory_bytes is None or "GB available" in str(devices)
+    assert devices.memory_bytes is None or "GB of RAM for a run" in str(devices)
     assert runtime.peak_memory().endswith("GB host")
 
 
