@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from numbers import Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from kdjax.errors import UserError, suggest
 
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 WEIGHTS = ("dense", "packed", "float8")  # how a model's weights are stored on the device
 # Names of earlier versions and of the reference system (aprender), in forms such as FILE@q4k and in
 # environment variables: read, never written.
@@ -310,21 +310,21 @@ def refuse_removed(name: str) -> str:
     return f"{name} was removed{record}: {gone.instead}; the tag before-the-cut still has it"
 
 
-def refusing(named: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def refusing(named: str) -> Callable[[_Call], _Call]:
     """Decorates a function that raises `RemovedError` for its removed arguments.
 
     `named` is an argument's full name with `{}` for its own: `make_step({}=)`.
     """
 
-    def decorate(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    def decorate(call: _Call) -> _Call:
         @functools.wraps(call)
-        def checked(*args: _P.args, **values: _P.kwargs) -> _T:
+        def checked(*args: Any, **values: Any) -> Any:
             for name in values:
                 if gone := refuse_removed(named.format(name)):
                     raise RemovedError(f"{gone}.")
             return call(*args, **values)
 
-        return checked
+        return cast(_Call, checked)
 
     return decorate
 

@@ -69,7 +69,8 @@ class Machine:
         total = parse_bytes("--memory", memory) if memory else None
         if name == CPU:
             shared = ram_total() if total is None else total
-            summary = Devices(CPU, CPU, count, shared and int(spare_memory(CPU, shared)), None)
+            usable = None if shared is None else int(spare_memory(CPU, shared))
+            summary = Devices(CPU, CPU, count, usable, None)
             if count == 1:
                 return cls(summary, jax.local_devices(backend=CPU)[:1])
             return cls(summary, [AbsentDevice(n, CPU, CPU, "") for n in range(count)])

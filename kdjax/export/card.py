@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from kdjax import __version__
 from kdjax.config import flatten
@@ -53,7 +53,8 @@ def model_card(
     `receipt` is the run's `receipt.json`; without one `identity`, which a checkpoint holds, says
     which models and settings were used. Absolute paths lose their folders.
     """
-    receipt, identity = hide_folders(receipt or {}), hide_folders(identity or {})
+    receipt = cast(Mapping[str, Any], hide_folders(receipt or {}))
+    identity = cast(Mapping[str, Any], hide_folders(identity or {}))
     lines = [_FRONT, f"# {name or 'Exported student'}", ""]
     lines.append(_opening(spec, step, bool(receipt or identity)))
     unknown = []

@@ -16,7 +16,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -353,13 +353,14 @@ def _run_file(source: str, file: str, name: str, code: bytes) -> FileDivergence:
             f"loss.divergence={source}: {file} defines no {name}; expected a function of two "
             f"log-probabilities.{suggest(name, mine)}"
         )
-    found = vars(module)[name]
-    if not callable(found):
+    found: Any = vars(module)[name]
+    if not isinstance(found, Callable):
         raise UserError(
             f"loss.divergence={source}: found {name}={found!r}; expected a function of two "
             "log-probabilities, or a Divergence."
         )
-    return FileDivergence(source, hashlib.sha256(code).hexdigest(), as_divergence(found))
+    divergence = as_divergence(vars(module)[name])
+    return FileDivergence(source, hashlib.sha256(code).hexdigest(), divergence)
 
 
 def list_files(divergence: Divergence) -> dict[str, str]:

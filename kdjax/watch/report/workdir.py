@@ -47,10 +47,9 @@ class RunRecord:
     @property
     def loss(self) -> str:
         """Formula of the minimised loss, as `0.3 · CE + 0.7 · KL at T = 1`; "": unknown."""
-        asked = [self.config.get(f"loss.{name}") for name in ("alpha", "temperature")]
-        if None in asked:
+        alpha, temperature = (self.config.get(f"loss.{name}") for name in ("alpha", "temperature"))
+        if alpha is None or temperature is None:
             return ""
-        alpha, temperature = asked
         changing = [
             f"{name} from {first:g} to {final:g}"
             for name, first, final, unchanged in (
