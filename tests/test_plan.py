@@ -540,7 +540,8 @@ def test_a_cpus_step_is_planned_within_15_percent(pairs, asked):
     teacher = SHAPES["tiny-teacher"]._replace(**sizes)
     student = teacher._replace(layers=2, hidden=256, heads=4, ffn=768)
     config, mesh = config_of(8, 256, chunk=512, segments=1), make_local_mesh(1)
-    set_fields(config, {"teacher.weights": "packed"} | asked)
+    named = {"teacher.weights": "packed", "train.compute_dtype": "float32"}
+    set_fields(config, named | asked)
     pair = pair_headers(teacher, student, pairs["7b"].tokenizer)
     kind = KINDS[config.teacher.weights]
     held = compiled.count_step(config, pair, Placement.on(mesh), kind)
