@@ -87,7 +87,7 @@ class StudentConfig:
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     quantize: str = ""  # quantization-aware: q4_0, a file of types, or q4_k_m,embed=Q8_0; "": no
     imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix that weights rounding errors
-    head: str = "auto"  # auto | tied | untied; auto ties if the file stores one matrix for both
+    head: str = "auto"  # auto | tied | untied; auto: as the header says, or one matrix in GGUF
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
     block: str = ""  # own | new: train the drafting block (MTP) for teacher.path=self; "": no
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -119,3 +119,45 @@ def ask_llama_cpp(path, prompts, count=160, adapters=()):
     lines = [line[5:] for line in done.stdout.splitlines() if line.startswith("FOUND")]
     assert len(lines) == len(prompts), done.stderr[-2000:]
     return [{int(i): value for i, value in json.loads(line).items()} for line in lines]
+
+
+# Opens each file, one after another, and prints why llama.cpp did not. Runs apart: it may abort.
+_OPENER = r"""
+import ctypes, glob, json, os, sys
+import xllamacpp
+parts = glob.glob(os.path.join(os.path.dirname(xllamacpp.__file__), "*.so"))
+llama = next(x for f in parts if hasattr(x := ctypes.CDLL(f), "llama_model_load_from_file"))
+
+class Params(ctypes.Structure):  # longer than llama.cpp's, whose fields nobody sets here
+    _fields_ = [("fields", ctypes.c_char * 1024)]
+
+said = []
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def log(level, text, _):
+    if level == 4:
+        said.append(text.decode(errors="replace").strip())
+
+llama.llama_log_set(log, None)
+llama.llama_model_default_params.restype = Params
+llama.llama_model_load_from_file.restype = ctypes.c_void_p
+llama.llama_model_load_from_file.argtypes = ctypes.c_char_p, Params
+llama.llama_model_free.argtypes = (ctypes.c_void_p,)
+llama.llama_backend_init()
+for path in sys.argv[1:]:
+    said.clear()
+    model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
+    print("FOUND" + json.dumps("" if model else " ".join(said)[:500] or "?"), flush=True)
+    if model:
+        llama.llama_model_free(model)
+os._exit(0)
+"""
+
+
+def open_by_llama_cpp(paths):
+    """The errors of llama.cpp for each file that it does not open, "" for others."""
+    command = [sys.executable, "-c", _OPENER, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "FOUND"]
+    assert len(found) == len(paths), (found, done.stderr[-2000:])
+    return found

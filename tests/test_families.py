@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -361,6 +362,24 @@ def test_longrope_turns_by_the_longest_text(tokenizer):
         text = np.concatenate([ids[0, :5], got.ids, np.zeros(whole, int)])[: max(whole, 5 + most)]
         logits = np.asarray(model.logits(text[None]))[0]
         assert got.ids == logits[4 : 4 + most].argmax(-1).tolist()
+
+
+def test_longrope_turns_a_document_by_its_own_length(tokenizer):
+    """Packed beside one above the original 16 positions, a short one as by itself."""
+    model = golden("phi3_long", tokenizer)
+    lengths = (10, 17, 5, 16)
+    ids = np.random.default_rng(2).integers(0, 140, (2, sum(lengths))).astype(np.int32)
+    at = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+    segments = np.repeat(np.arange(1, 5, dtype=np.int32), lengths)
+    where = [jnp.asarray(np.broadcast_to(x, ids.shape)) for x in (ids, segments, at)]
+    alone = [model.logits(part) for part in np.split(ids, np.cumsum(lengths)[:-1], axis=1)]
+    head = model.functions.head(model.params)
+    for hidden in (
+        model.functions.hidden(model.params, *where),
+        model.functions.hidden_in_parts(model.params, *where, 2),
+    ):
+        logits = np.asarray(hidden @ head.T)[..., : alone[0].shape[-1]]
+        np.testing.assert_allclose(logits, np.concatenate(alone, 1), atol=1e-4)
 
 
 def test_what_an_export_cannot_say_of_a_phi_is_refused(tokenizer, tmp_path):

@@ -16,6 +16,7 @@ from kdjax.commands import imatrix
 from kdjax.errors import UserError
 from kdjax.export import export_gguf
 from kdjax.formats import open_table
+from kdjax.formats.blocks import decode, encode
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.imatrix import read_importance, write_importance
 from kdjax.models import decoder, weights
@@ -143,3 +144,27 @@ def test_an_older_file_that_holds_nothing_is_refused(data, tmp_path):
     (tmp_path / "i.dat").write_bytes(data)
     with pytest.raises(UserError, match="found no importance matrix"):
         read_importance(tmp_path / "i.dat")
+
+
+def test_an_expert_that_no_token_chose_has_an_importance_of_one(tmp_path):
+    """llama-quantize takes 1 as well; llama-imatrix leaves a count of 0."""
+    rows = [("a.in_sum2", "F32", (2, 4), np.array([[0] * 4, [8] * 4], "<f4").view(np.uint8))]
+    rows += [("a.counts", "F32", (2, 1), np.array([[0], [2]], "<f4").view(np.uint8))]
+    write_gguf(tmp_path / "i.gguf", {"general.type": "imatrix"}, rows)
+    assert read_importance(tmp_path / "i.gguf")["a"].tolist() == [[1] * 4, [4] * 4]
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_XS"])
+@pytest.mark.parametrize("zeros", [32, 256, 512])
+def test_columns_of_no_importance_are_not_noise(kind, zeros):
+    """Their error was 2 for numbers of size 1, of zeros it is 1; llama.cpp's is that of others."""
+    x = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
+    importance = np.r_[np.zeros(zeros), np.ones(512 - zeros)].astype(np.float32)
+
+    def error(*weights):
+        lost = np.asarray(decode(np.asarray(encode(x, kind, *weights)), kind)) - x
+        return np.sqrt(np.mean(lost**2, axis=0))
+
+    plain, weighed = error(), error(importance)
+    assert weighed[:zeros].mean() < 1.2 * plain[:zeros].mean()
+    assert zeros == 512 or weighed[zeros:].mean() < 1.05 * plain[zeros:].mean()

@@ -325,7 +325,7 @@ def test_every_field_that_transformers_has_is_known(name):
         ({"rope_scaling": {"partial_rotary_factor": 0.25}}, "rotary partial_rotary_factor=0.25"),
         ({"rope_scaling": {"rope_type": "linear"}}, "found no 'factor'"),
         ({"rope_scaling": "yarn"}, "found rotary parameters 'yarn'; expected an object"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not one of"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not one of"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "found 'None' as 'short_factor'"),
         ({"hidden_size": "wide"}, "found 'wide' as 'hidden_size'; expected a number above 0"),
         ({"rms_norm_eps": 0}, "found '0' as 'rms_norm_eps'"),

@@ -221,3 +221,16 @@ def test_a_full_disk_leaves_the_file_as_it_was(arrays, tmp_path, monkeypatch):
     with pytest.raises(WriteError, match="No space left"):
         write_file(path, to_write(arrays))
     assert path.read_bytes() == b"before" and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_folder_with_two_sets_of_weights_is_read_as_transformers_reads_it(tmp_path, caplog):
+    """The single file wins over shards of an earlier save; the line names both."""
+    (tmp_path / "config.json").write_text("{}")
+    for name, value in (("model.safetensors", 1), ("model-00001-of-00001.safetensors", 2)):
+        write_file(tmp_path / name, [("a", "F32", (1,), np.full(1, value, "<f4").view(np.uint8))])
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert SafetensorsTable(tmp_path).raw("a").view("<f4") == 1
+    assert "found model.safetensors and" in caplog.text and "index.json" in caplog.text
+    (tmp_path / "model.safetensors").unlink()
+    assert SafetensorsTable(tmp_path).raw("a").view("<f4") == 2

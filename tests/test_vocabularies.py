@@ -243,3 +243,36 @@ def test_sentencepiece_vocabularies_are_proven_to_align():
 def test_other_kinds_are_refused_by_name(model):
     with pytest.raises(UserError, match=rf"tokenizer model {model!r}.*gpt2, llama, gemma4"):
         from_gguf(sentencepiece(model=model), "x")
+
+
+def test_a_tokenizer_that_names_no_end_ends_no_text():
+    """Its last token is an ordinary word, and was written after every text."""
+    values = sentencepiece(eos_token_id=None)
+    values = {key: value for key, value in values.items() if value is not None}
+    named = from_gguf(values, "x")  # by its token <eos>
+    assert [named.tokens[i] for i in named.stop_ids] == ["<eos>", "<end_of_turn>"]
+    assert named.tokens[named.end_of_turn_id] == "<end_of_turn>"
+    tokens = list(values["tokenizer.ggml.tokens"])
+    for name in ("<eos>", "<end_of_turn>", "</s>"):
+        tokens[tokens.index(name)] = f"<{name[1:-1]} of another name>"
+    unnamed = from_gguf(values | {"tokenizer.ggml.tokens": tokens}, "x")
+    assert unnamed.stop_ids == () and unnamed.find_end() is None
+    for read in (lambda: unnamed.end_of_text_id, lambda: unnamed.end_of_turn_id):
+        with pytest.raises(UserError, match=r"without eos_token_id .* data\.end_of_document"):
+            read()
+    assert "eos_token_id" not in vocabulary.generation_config(unnamed, TokenizerFiles(None, values))
+
+
+def test_a_written_folder_keeps_its_ends_and_adds_those_that_trained(tmp_path):
+    source = from_gguf(sentencepiece(), "x")
+    vocabulary.write_hf(source, TokenizerFiles(None, {}), tmp_path, 64)
+    files, path = TokenizerFiles(tmp_path, {}), tmp_path / "generation_config.json"
+    for said, ends in ((7, [7, 1, 5]), ([5, 1], [5, 1]), (None, [1, 5])):
+        path.write_text(json.dumps({"eos_token_id": said, "top_k": 3}))
+        written = vocabulary.generation_config(source, files)
+        assert written == {"eos_token_id": ends, "top_k": 3}
+    trained = dataclasses.replace(source, named_ends=frozenset([4]))
+    values = vocabulary.gguf_values(trained, TokenizerFiles(None, sentencepiece()), 600)
+    assert values["tokenizer.ggml.eot_token_id"] == 4
+    values = vocabulary.gguf_values(source, TokenizerFiles(None, sentencepiece()), 600)
+    assert "tokenizer.ggml.eot_token_id" not in values

@@ -80,7 +80,7 @@ def read_prompts(
         if opening.chat:
             too_long += len(ids) > longest
             if 0 < len(ids) <= longest:
-                ends[tuple(ids)] = tokenizer.eos_id
+                ends[tuple(ids)] = tokenizer.end_of_turn_id
             continue
         if opening.whole:
             ids = tokenizer.encode(opening.text, parse_special=parse_special)

@@ -47,7 +47,7 @@ def special_ids(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, int]:
     if eos is not None and eos >= tokenizer.vocab_size:
         eos = None
     if pad is None and files.folder is not None:
-        pad = tokenizer.end_of_text_id
+        pad = tokenizer.find_end()
     named = {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": pad}
     return {name: i for name, i in named.items() if i is not None}
 
@@ -55,14 +55,17 @@ def special_ids(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, int]:
 def generation_config(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, Any]:
     """Makes `generation_config.json`: the folder's file, or special tokens only.
 
-    Its `eos_token_id` lists all ids that end an answer, the named end first.
+    Its `eos_token_id` lists all ids that end an answer, the file's ids or the named end first.
     """
     if files.folder is not None and (path := files.folder / "generation_config.json").is_file():
-        return load_json(path, "a file")
-    ids = special_ids(tokenizer, files)
-    eos = ids.get("eos_token_id", tokenizer.end_of_text_id)
-    others = [i for i in tokenizer.stop_ids if i != eos and i < tokenizer.vocab_size]
-    return ids | {"eos_token_id": [eos, *others]}
+        entries = load_json(path, "a file")
+        named = entries.get("eos_token_id")
+    else:
+        entries = special_ids(tokenizer, files)
+        named = entries.get("eos_token_id", tokenizer.find_end())
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    others = [i for i in tokenizer.stop_ids if i not in ends and i < tokenizer.vocab_size]
+    return entries | ({"eos_token_id": [*ends, *others]} if ends or others else {})
 
 
 def _encoder_json(encoder: Encoder) -> dict[str, Any]:
@@ -99,6 +102,9 @@ def gguf_values(tokenizer: Tokenizer, files: TokenizerFiles, rows: int) -> dict[
     if "tokenizer.ggml.token_type" in values:
         types = [int(kind) for kind in values["tokenizer.ggml.token_type"]][:rows]
         values["tokenizer.ggml.token_type"] = types + [UNUSED] * (rows - len(types))
+    named = (values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    if others := set(tokenizer.list_unknown_ends()).difference(named):
+        values.setdefault("tokenizer.ggml.eot_token_id", min(others))
     return {key: value for key, value in values.items() if not is_empty(value)}
 
 
@@ -115,9 +121,9 @@ def _values_of_folder(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, 
     values: dict[str, Any] = {
         "tokenizer.ggml.tokens": list(tokenizer.tokens),
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.eos_token_id": tokenizer.eos_id,
-        "tokenizer.ggml.padding_token_id": ids["pad_token_id"],
-        "tokenizer.ggml.bos_token_id": ids.get("bos_token_id", tokenizer.end_of_text_id),
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_id if tokenizer.names_eos else None,
+        "tokenizer.ggml.padding_token_id": ids.get("pad_token_id"),
+        "tokenizer.ggml.bos_token_id": ids.get("bos_token_id", tokenizer.find_end()),
         "tokenizer.ggml.add_bos_token": tokenizer.opening_id is not None,
     }
     if is_sentencepiece(tokenizer.encoder):
@@ -143,7 +149,7 @@ def _values_of_folder(tokenizer: Tokenizer, files: TokenizerFiles) -> dict[str, 
         }
     if tokenizer.chat_template:
         values["tokenizer.chat_template"] = tokenizer.chat_template
-    return values
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def write_hf(tokenizer: Tokenizer, files: TokenizerFiles, folder: Path, context: int) -> None:

@@ -24,6 +24,7 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Reads float32 `[matrices, inputs]` by the tensor's name in GGUF; each expert has a row.
 
+    Inputs of an expert that no token chose have importance 1, as for llama-quantize.
     Raises `UserError` for a file of neither form, and for numbers below 0 or not finite.
     """
     path = Path(path)
@@ -70,8 +71,9 @@ def _read_gguf(path: Path) -> dict[str, np.ndarray]:
                 "equally many sums for each count. Make it again."
             )
         sums, counts = (table.raw(matrix + part).view("<f4") for part in (_SUMS, _COUNTS))
-        counts = np.maximum(counts.reshape(-1, 1), 1)
-        found[matrix] = sums.reshape(len(counts), -1) / counts
+        counts = counts.reshape(-1, 1)
+        means = sums.reshape(len(counts), -1) / np.where(counts > 0, counts, 1)
+        found[matrix] = np.where(counts > 0, means, np.float32(1))
     return found
 
 

@@ -645,7 +645,19 @@ def fit_scales(
     x: Float32[Array, "*lead elements"], dtype_name: str, importance: Importance = None
 ) -> Scales:
     """Fits the scales of blocks; none for a type that rounds each number by itself."""
-    return () if _cast(dtype_name) else ENCODERS[dtype_name].fit(x, importance)
+    if _cast(dtype_name):
+        return ()
+    return ENCODERS[dtype_name].fit(x, None if importance is None else _lift(importance))
+
+
+def _lift(importance: Array) -> Array:
+    """Raises importances to a millionth of their block's mean; a block of zeros to 1.
+
+    A group of zeros has no best scale: fitted to nothing, its numbers were twice as far off as
+    zeros. Its scale now fits its own numbers, and does not move the scales of other groups.
+    """
+    mean = jnp.mean(importance, axis=-1, keepdims=True)
+    return jnp.where(mean > 1e-20, jnp.maximum(importance, 1e-6 * mean), 1)
 
 
 def quantize_blocks(

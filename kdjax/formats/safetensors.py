@@ -7,6 +7,7 @@ damaged tensor; and bytes are mapped, not copied.
 """
 
 import json
+import logging
 import math
 import os
 import re
@@ -34,6 +35,7 @@ from kdjax.formats.files import (
 from kdjax.formats.table import TensorInfo, TensorTable, map_tensors
 from kdjax.progress import counted
 
+_log = logging.getLogger("kdjax")
 _MAX_DIMS = 8
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -132,10 +134,18 @@ def _read_index(index: Path, *, whole: bool) -> _Opened:
 
 
 def _read_folder(folder: Path, *, whole: bool) -> _Opened:
-    if (folder / _INDEX).is_file():
-        return _read_index(folder / _INDEX, whole=whole)
-    if (folder / _SINGLE).is_file():
-        return (folder / _SINGLE,), *_read_file(folder / _SINGLE, whole=whole)
+    """Opens the single file, or else the shards of the index, as Transformers does."""
+    single, index = folder / _SINGLE, folder / _INDEX
+    if single.is_file():
+        if index.is_file():
+            _log.warning(
+                "%s: found %s and also %s; the first is read, as by "
+                "Transformers. Delete the other.",
+                *(folder, _SINGLE, _INDEX),
+            )
+        return (single,), *_read_file(single, whole=whole)
+    if index.is_file():
+        return _read_index(index, whole=whole)
     suffixes = (".gguf", ".apr", ".bin")
     others = sorted(path.name for path in folder.iterdir() if path.suffix in suffixes)
     found = f"a folder without {_SINGLE}"

@@ -150,8 +150,16 @@ class Checkpoint:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, read at first access. Raises `UserError` if there is none."""
-        return load_tokenizer(*self._holds_tokenizer)
+        """The tokenizer, read at first access. Raises `UserError` if there is none.
+
+        Of a run, the token that ended its documents ends answers too (`data.end_of_document`).
+        """
+        tokenizer = load_tokenizer(*self._holds_tokenizer)
+        end = "" if self.saved is None else _end_of_documents(self.saved.workdir)
+        if not end or end not in tokenizer.tokens:
+            return tokenizer
+        ends = tokenizer.named_ends | {tokenizer.tokens.index(end)}
+        return dataclasses.replace(tokenizer, named_ends=ends)
 
     @property
     def tokenizer_files(self) -> TokenizerFiles:
@@ -514,13 +522,8 @@ def _find_step(workdir: Path, newest: int) -> int:
 
 
 def tie_head(checkpoint: Checkpoint, head: str) -> ArchSpec:
-    """Ties the architecture's head as `student.head` says; "auto": as the stored matrices are.
-
-    For a folder of shapes alone its config decides.
-    """
-    if head == "auto" and not len(checkpoint.table):
-        return checkpoint.spec
-    tied = has_tied_head(checkpoint.table) if head == "auto" else head == "tied"
+    """Ties the architecture's head as `student.head` says; "auto": see `has_tied_head`."""
+    tied = has_tied_head(checkpoint.table, checkpoint.spec) if head == "auto" else head == "tied"
     return dataclasses.replace(checkpoint.spec, tied=tied)
 
 
@@ -547,6 +550,15 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
         )
     ours = "" if tokenizer else fetch_path(receipt.get("tokenizer", ""), TOKENIZER)
     return student, tokenizer or (ours if Path(ours).exists() else "")
+
+
+def _end_of_documents(workdir: Path) -> str:
+    """`data.end_of_document` of a run, by its receipt; "" without one."""
+    try:
+        data = (read_receipt(workdir) or {})["config"]["data"]
+        return str(data.get("end_of_document") or "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
 
 
 def _receipt_paths(workdir: Path) -> dict[str, str]:

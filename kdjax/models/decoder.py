@@ -457,7 +457,7 @@ class Decoder(nnx.Module):
                 x, segment_ids, positions = rows
                 mix = functools.partial(self.mix_segments, segment_ids, kind.local)
                 recall = functools.partial(self.recall_segments, segment_ids)
-                turn = self.make_turn(positions, self.compute_angles(positions), kind)
+                turn = self.make_turn(positions, self.choose_angles(segment_ids, positions), kind)
                 return block(x, turn, mix, recall)[0]
 
             return jax.lax.map(part, (x, *columns)), None
@@ -482,7 +482,7 @@ class Decoder(nnx.Module):
         keep_layers: bool = False,
     ) -> tuple[Array, list[Any]]:
         """The last layer's output, before the final norm, and the outputs of `run_layers`."""
-        angles = self.compute_angles(positions)
+        angles = self.choose_angles(segment_ids, positions)
 
         def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, Array | None]:
             mix = functools.partial(self.mix_segments, segment_ids, kind.local)
@@ -587,23 +587,36 @@ class Decoder(nnx.Module):
             jnp.asarray(which, jnp.int32) if len(ropes) > 1 else None,
         )
 
+    def choose_angles(
+        self, segment_ids: Int[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> tuple[Array, Array]:
+        """Angles as `compute_angles` does, with longrope's factors for each document's length.
+
+        A document's last position decides, as in Transformers for the document by itself.
+        """
+        ropes = [rope for rope in self.spec.ropes() if rope is not None]
+        original = max((rope.original_positions for rope in ropes), default=0)
+        if not 0 < original < positions.shape[1]:
+            return self.compute_angles(positions, False)
+        # One pass over T x T flags, which XLA does not store; attention's scores cost more.
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        last = jnp.max(jnp.where(same, positions[:, None, :], 0), axis=2)
+        return self.compute_angles(positions, last[..., None, None] >= original)
+
     def compute_angles(
-        self, positions: Int[Array, "B T"], long: bool | None = None
+        self, positions: Int[Array, "B T"], long: bool | Bool[Array, "B T 1 1"]
     ) -> tuple[Array, Array]:
         """cos and sin `[B, T, 1, columns / 2]`; with several ropes stacked on a leading axis.
 
-        `long` chooses between longrope's factors for short and for long texts. With None a row's
-        last position decides; in Transformers the last position of all rows does.
+        `long` chooses between longrope's factors for short and for long texts.
         """
         ropes, pairs = self.spec.ropes() or (None,), []
         for rope in ropes:
-            inverse, factor = rope_frequencies(rope, self.spec.head_dim, long=bool(long))
+            inverse, factor = rope_frequencies(rope, self.spec.head_dim)
             inverse = inverse[None, None, None]
-            original = rope.original_positions if rope is not None else 0
-            if long is None and original and positions.shape[1] > original:
+            if long is not False and rope is not None and rope.original_positions:
                 others, _ = rope_frequencies(rope, self.spec.head_dim, long=True)
-                beyond = jnp.max(positions, axis=1)[:, None, None, None] >= original
-                inverse = jnp.where(beyond, others, inverse)
+                inverse = jnp.where(long, others[None, None, None], inverse)
             angle = positions.astype(jnp.float32)[..., None, None] * inverse
             pairs.append((jnp.cos(angle) * factor, jnp.sin(angle) * factor))
         return jax.tree.map(lambda *x: jnp.stack(x), *pairs) if len(ropes) > 1 else pairs[0]

@@ -5,7 +5,7 @@ llama.cpp's convert_hf_to_gguf.py, src/models and gguf-py/gguf/constants.py.
 """
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 
@@ -23,6 +23,10 @@ class Family:
     tied: bool = False  # where config.json does not say
     rope_theta: float = 1e4  # likewise
     rms_eps: float = 1e-6  # likewise
+    # Other values of its class in Transformers, for entries that a config.json does not have; one
+    # that is null has none.
+    absent: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    names_rope: bool = False  # its config.json has rotary parameters: Transformers assumes yarn's
     norm_offset: bool = False  # norms multiply by 1 + weight; GGUF files hold that sum
     pre_norms: bool = True  # of the inputs of attention and MLP
     post_norms: bool = False  # of their outputs, before these are added
@@ -40,7 +44,13 @@ class Family:
     gguf_name: str = ""  # `general.architecture`, where it is not `name`
     # A key of its GGUF headers that another family of this name does not have.
     gguf_mark: str = ""
-    gguf_biases: bool = True  # llama.cpp adds the biases of attention in its files
+    biases: bool = True  # `attention_bias` of config.json adds some; its class ignores it otherwise
+    # The projections of attention whose biases llama.cpp reads from its files: "", "qkv" or "qkvo".
+    # It opens no file with other tensors.
+    gguf_biases: str = "qkv"
+    gguf_tied: bool = True  # llama.cpp takes the embedding for a head that a file does not have
+    # Activations that it computes, if not all.
+    activations: tuple[str, ...] = ()
     apr: bool = True  # .apr files can store it
     apr_windows: bool = False  # and its windows
     fused: bool = False  # files keep q, k and v as one matrix, and gate and up as another
@@ -76,18 +86,20 @@ _OLMO: dict[str, Any] = dict(
     pre_norms=False,
     post_norms=True,
     rms_eps=1e-5,
-    gguf_biases=False,
+    gguf_biases="",
+    gguf_tied=False,
     pre_tokenizer="dbrx",
 )
 
 _QWEN35: dict[str, Any] = dict(
     apr=False,
+    gguf_biases="",
+    activations=("silu", "swish"),  # in delta layers too
     qk_norm=True,
     head_dim=256,
     norm_offset=True,
     gated=True,
     rotated_part=0.25,
-    rope_theta=1e7,
     pre_tokenizer="qwen35",
 )
 _QWEN35_FIELDS = (
@@ -116,16 +128,24 @@ FAMILIES = {
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
+            absent={"num_key_value_heads": 32},
             qkv_bias=True,
             pre_tokenizer="qwen2",
             fields=("hidden_act", "use_sliding_window", "max_window_layers"),
         ),
-        Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, head_dim=128, pre_tokenizer="qwen2"),
+        Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            absent={"num_key_value_heads": 32},
+            qk_norm=True,
+            head_dim=128,
+            pre_tokenizer="qwen2",
+        ),
         Family(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
+            absent={"num_key_value_heads": 4},
             qk_norm=True,
-            head_dim=128,
             gguf_name="qwen3moe",
             pre_tokenizer="qwen2",
             fields=(
@@ -144,6 +164,7 @@ FAMILIES = {
         Family(
             "llama",
             "LlamaForCausalLM",
+            gguf_biases="qkvo",
             gguf_divisors=("llama3", "longrope"),
             interleaved=True,
             fields=(
@@ -157,6 +178,9 @@ FAMILIES = {
         Family(
             "mistral",
             "MistralForCausalLM",
+            biases=False,
+            gguf_biases="qkvo",
+            absent={"num_key_value_heads": 8, "sliding_window": 4096},
             gguf_name="llama",
             gguf_divisors=("llama3", "longrope"),
             interleaved=True,
@@ -165,6 +189,7 @@ FAMILIES = {
         Family(
             "smollm3",
             "SmolLM3ForCausalLM",
+            absent={"num_key_value_heads": 4},
             interleaved=True,
             tied=True,
             rope_theta=2e6,
@@ -181,6 +206,7 @@ FAMILIES = {
         Family(
             "granite",
             "GraniteForCausalLM",
+            gguf_biases="qkvo",
             gguf_divisors=("llama3", "longrope"),
             interleaved=True,
             fields=(
@@ -199,6 +225,7 @@ FAMILIES = {
         Family(
             "minicpm",
             "MiniCPMForCausalLM",
+            gguf_biases="qkvo",
             gguf_divisors=("llama3", "longrope"),
             interleaved=True,
             tied=True,
@@ -216,6 +243,7 @@ FAMILIES = {
         Family(
             "gemma3_text",
             "Gemma3ForCausalLM",
+            absent={"num_key_value_heads": 4, "sliding_window": 4096},
             gguf_name="gemma3",
             apr=False,
             qk_norm=True,
@@ -242,11 +270,14 @@ FAMILIES = {
         Family(
             "ministral3",
             "Ministral3ForCausalLM",
+            biases=False,
+            gguf_biases="qkvo",
+            absent={"num_key_value_heads": 8},
             gguf_name="mistral3",
             interleaved=True,
             head_dim=128,
             rms_eps=1e-5,
-            rope_theta=1e6,
+            names_rope=True,
             scalings=("yarn",),
             pre_tokenizer="tekken",
             fields=(
@@ -265,6 +296,9 @@ FAMILIES = {
         Family(
             "phi3",
             "Phi3ForCausalLM",
+            biases=False,
+            gguf_biases="",
+            absent={"original_max_position_embeddings": 4096},
             fused=True,
             apr_windows=True,
             rms_eps=1e-5,
@@ -284,6 +318,7 @@ FAMILIES = {
         Family(
             "olmo3",
             "Olmo3ForCausalLM",
+            absent={"sliding_window": 4096},
             gguf_name="olmo2",
             gguf_mark="attention.sliding_window",
             window_period=4,
@@ -296,6 +331,7 @@ FAMILIES = {
         Family(
             "qwen3_5_text",
             "Qwen3_5ForCausalLM",
+            absent={"num_key_value_heads": 4},
             gguf_name="qwen35",
             multimodal="qwen3_5",
             fields=_QWEN35_FIELDS,
@@ -304,6 +340,7 @@ FAMILIES = {
         Family(
             "qwen3_5_moe_text",
             "Qwen3_5MoeForCausalLM",
+            absent={"num_key_value_heads": 2},
             gguf_name="qwen35moe",
             multimodal="qwen3_5_moe",
             fused_experts=True,

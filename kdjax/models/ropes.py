@@ -150,7 +150,7 @@ def scaling_from_config(
         return None
     if kind not in kinds:
         known = ", ".join(("default", *kinds))
-        raise UserError(f"{path}: rope type {kind!r} is not one of {known}.")
+        raise UserError(f"{path}: rope_type {kind!r} is not one of {known}.")
 
     def number(name: str, default: Any = None) -> float:
         return read_number(rope, name, path, default)

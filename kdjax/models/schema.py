@@ -22,6 +22,7 @@ from kdjax.formats.apr.metadata import NEOX, ROPE_TYPE
 from kdjax.models.arch import ACTIVATIONS, ArchSpec, Layer
 from kdjax.models.families import FAMILIES, Family, find_gguf_family
 from kdjax.models.fields import NEUTRAL, check_fields, check_gguf_fields
+from kdjax.models.loading import repeats_embedding
 from kdjax.models.ropes import (
     SCALING_KEYS,
     Rope,
@@ -56,13 +57,20 @@ class Header:
 
     def get(self, name: str, default: Any = None) -> Any:
         """An entry, unchecked."""
-        return self.table.metadata.get(f"{self.arch}.{name}" if self.arch else name, default)
+        if self.arch:
+            return self.table.metadata.get(f"{self.arch}.{name}", default)
+        return self.config.get(name, default)
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The entries of config.json, with what Transformers assumes in place of absent ones."""
+        return {**self.family.absent, **self.table.metadata}
 
     def real(self, name: str, default: Any = None) -> float:
         """A number above 0; raises `UserError` for anything else, or without entry and default."""
         if self.arch:
             return float(self._gguf_number(name, default, (int, float)))
-        return read_number(self.table.metadata, name, self.path, default)
+        return read_number(self.config, name, self.path, default)
 
     def count(self, name: str, default: Any = None) -> int:
         """A whole number above 0; raises as `real` does."""
@@ -89,6 +97,11 @@ class Header:
         """Rotary parameters in config.json: of full attention, of local layers ({}: none)."""
         # Transformers 5 moved rope_theta and rope_scaling into rope_parameters; old entries win.
         rope = self.get("rope_scaling") or self.get("rope_parameters") or {}
+        if self.family.names_rope and not rope:
+            raise UserError(
+                f"{self.path}: found no rope_parameters; expected the model's: it is not "
+                "known whether it is scaled. Copy the entry from the model's page."
+            )
         local: Any = {}
         if "local" in self.family.fields:
             if "local_rope_theta" in self.family.fields:
@@ -202,6 +215,24 @@ def _read_gguf_layer_count(header: Header) -> int:
     return layers
 
 
+def _read_tied(header: Header) -> bool:
+    """The header's word; but not of a head that is stored apart with other numbers.
+
+    Transformers reads such a folder like this, with a warning.
+    """
+    tied = bool(header.get("tie_word_embeddings", header.family.tied))
+    stored = all(name in header.table for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    return tied and (not stored or repeats_embedding(header.table))
+
+
+def _check_tied(spec: ArchSpec, family: Family) -> None:
+    if spec.tied and not family.gguf_tied:
+        raise UserError(
+            f"found a {spec.family} model with tie_word_embeddings; expected a separate head, "
+            "without which llama.cpp opens no file of this family. Export --format=hf."
+        )
+
+
 # Rows that all families have, and that exports always write.
 SHAPE = (
     FieldRow(
@@ -252,8 +283,9 @@ SHAPE = (
     FieldRow(
         "tied",
         "tie_word_embeddings",
-        read_hf=lambda header: bool(header.get("tie_word_embeddings", header.family.tied)),
+        read_hf=_read_tied,
         read_gguf=lambda header: "output.weight" not in header.table,
+        check_gguf=_check_tied,
     ),
 )
 
@@ -266,8 +298,8 @@ def _width(header: Header) -> int:
 def _read_activation(header: Header) -> str:
     name = "hidden_activation" if "hidden_activation" in header.family.fields else "hidden_act"
     value = str(header.get(name) or header.family.activation)
-    if value not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
+    if value not in (header.family.activations or ACTIVATIONS):
+        known = ", ".join(header.family.activations or ACTIVATIONS)
         raise UserError(f"{header.path}: found {name} {value!r}; expected one of {known}.")
     return value
 
@@ -302,14 +334,31 @@ def _check_divisors(spec: ArchSpec, family: Family) -> None:
 
 
 def _biased(header: Header) -> bool:
-    return bool(header.get("attention_bias", False))
+    biased = bool(header.get("attention_bias", False))
+    if biased and not header.family.biases:
+        raise UserError(
+            f"{header.path}: found attention_bias; expected none, since the class of "
+            f"{header.family.name} adds no biases in attention. Set it to false."
+        )
+    return biased
 
 
 def _check_biases(spec: ArchSpec, family: Family) -> None:
-    if (spec.qkv_bias or spec.o_bias) and not family.gguf_biases:
+    found = "qkv" * spec.qkv_bias + "o" * spec.o_bias
+    if not set(found) <= set(family.gguf_biases):
+        wanted = f"on {', '.join(family.gguf_biases)} alone" if family.gguf_biases else "none"
         raise UserError(
-            f"found a {spec.family} model with attention_bias; expected none, as llama.cpp "
-            "computes. Export --format=hf."
+            f"found a {spec.family} model with attention_bias (on {', '.join(found)}); expected "
+            f"{wanted}, as llama.cpp computes. Export --format=hf."
+        )
+
+
+def _check_norms(spec: ArchSpec, family: Family) -> None:
+    if spec.qk_norm != family.qk_norm:
+        found, wanted = ("with", "none") if spec.qk_norm else ("without", "some")
+        raise UserError(
+            f"found a {spec.family} model {found} norms of queries and keys (attn_q_norm); "
+            f"expected {wanted}, as llama.cpp computes. Convert its first file again."
         )
 
 
@@ -330,9 +379,7 @@ COMMON = (
     FieldRow(
         "rope_scaling",
         "rope_scaling",
-        read_hf=lambda h: scaling_from_config(
-            h.table.metadata, h.ropes[0], h.path, h.family.scalings
-        ),
+        read_hf=lambda h: scaling_from_config(h.config, h.ropes[0], h.path, h.family.scalings),
         read_gguf=lambda h: scaling_from_gguf(h.table, h.arch),
         write=_scaling_entry,
         also=("rope_parameters", _ORIGINAL, *SCALING_KEYS),
@@ -362,6 +409,7 @@ COMMON = (
         read_hf=lambda header: header.family.qk_norm,
         # A family with delta nets always has it: layer 0 may have no attention.
         read_gguf=lambda h: h.family.delta or "blk.0.attn_q_norm.weight" in h.table,
+        check_gguf=_check_norms,
     ),
     *map(_fact, ("qk_norm_whole", "norm_offset", "gated", "pre_norms", "post_norms")),
     FieldRow(
@@ -492,7 +540,10 @@ def _rotated_columns(spec: ArchSpec) -> int:
 
 
 def _read_near_theta(header: Header) -> float:
-    return read_number(header.ropes[1], "rope_theta", header.path, header.fields["rope_theta"])
+    # Without it, Transformers 5 takes the family's theta, 4 full attention's.
+    theta = header.family.rope_theta
+    default = theta if header.fields["rope_theta"] == theta else None
+    return read_number(header.ropes[1], "rope_theta", header.path, default)
 
 
 def _ropes_by_type(spec: ArchSpec) -> dict[str, Any] | None:

@@ -59,7 +59,7 @@ def hidden_and_states(
     decoder, places = functions.merge(params), [check_states(functions.spec, x) for x in names]
     parts = sorted({part for part, _ in places} - {_EMBEDDED})
     wanted = {part: sorted({i for p, i in places if p == part}) for part in parts}
-    angles, x = decoder.compute_angles(positions), decoder.embed_tokens(tokens)
+    angles, x = decoder.choose_angles(segment_ids, positions), decoder.embed_tokens(tokens)
 
     def layer(x: Array, block: Block, kind: Kind) -> tuple[Array, dict[str, Array]]:
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, Any]:

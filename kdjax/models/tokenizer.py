@@ -81,8 +81,31 @@ class Tokenizer:
 
     @property
     def end_of_text_id(self) -> int:
-        """The id that closes a document; an instruct model's `eos_id` closes a turn instead."""
-        return next(iter(self._added_named(_END_OF_TEXT)), self.eos_id)
+        """The id that closes a document; an instruct model's `eos_id` closes a turn instead.
+
+        Raises `UserError` for a tokenizer that names no EOS and has no token of a known name.
+        """
+        if (end := self.find_end()) is not None:
+            return end
+        raise UserError(
+            "found a tokenizer without eos_token_id and without a token such as "
+            f"{_END_OF_TEXT[0]}; expected one that ends a text. Name it: data.end_of_document of "
+            "a config; or put tokenizer.ggml.eos_token_id into the GGUF file (gguf-new-metadata "
+            "--special-token-by-id eos ID), eos_token into tokenizer_config.json."
+        )
+
+    def find_end(self) -> int | None:
+        """`end_of_text_id`; None if the tokenizer has none."""
+        named = self.eos_id if self.names_eos else None
+        return next(iter(self._added_named(_END_OF_TEXT)), named)
+
+    @property
+    def end_of_turn_id(self) -> int:
+        """The id that closes an answer; raises `UserError` as `end_of_text_id` does."""
+        if self.names_eos:
+            return self.eos_id
+        turns = self._added_named(_END_OF_TURN)
+        return turns[0] if turns else self.end_of_text_id
 
     def _added_named(self, names: Sequence[str]) -> list[int]:
         """Ids of these names among added tokens, special ones first: Gemma has "</s>" as HTML."""
@@ -91,9 +114,18 @@ class Tokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids that end an answer: the end of a text and of a turn."""
+        """The ids that end an answer: the end of a text and of a turn; () if none is known."""
         turns = self.special_ids.intersection(self._added_named(_END_OF_TURN))
-        return tuple(sorted({self.end_of_text_id, self.eos_id, *turns, *self.named_ends}))
+        named = {self.eos_id} if self.names_eos else set[int]()
+        end = self.find_end()
+        ends = set[int]() if end is None else {end}
+        return tuple(sorted({*ends, *named, *turns, *self.named_ends}))
+
+    def list_unknown_ends(self) -> list[int]:
+        """Lists the ids in `stop_ids` that llama.cpp does not know by their names."""
+        known = {*_END_OF_TEXT, *_END_OF_TURN}
+        size = self.vocab_size
+        return [i for i in self.stop_ids if i < size and self.tokens[i] not in known]
 
     @functools.cached_property
     def added_ids(self) -> frozenset[int]:
@@ -250,7 +282,7 @@ class Tokenizer:
     @property
     def _named_tokens(self) -> dict[str, Any]:
         """Tokens that a template may refer to by name."""
-        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id if self.names_eos else None}
         size = self.vocab_size
         return {name: self.tokens[i] for name, i in ids.items() if i is not None and i < size}
 

@@ -102,7 +102,6 @@ def list_read_rows(train: TrainConfig, rows: RowSet, steps: int) -> np.ndarray:
 
 def row_settings(data: DataConfig, tokenizer: Tokenizer) -> RowSettings:
     """Settings that decide the rows; raises `UserError` for an unknown `data.end_of_document`."""
-    end = tokenizer.end_of_text_id
     if data.end_of_document:
         if data.end_of_document not in tokenizer.tokens:
             raise UserError(
@@ -110,6 +109,8 @@ def row_settings(data: DataConfig, tokenizer: Tokenizer) -> RowSettings:
                 "leave it empty for the tokenizer's end-of-text."
             )
         end = tokenizer.tokens.index(data.end_of_document)
+    else:
+        end = tokenizer.end_of_text_id
     return RowSettings(
         train=data.train,
         heldout=data.heldout,

@@ -118,7 +118,9 @@ def windows(patterns: str, model: str, window: int, most: int) -> np.ndarray:
 def load(path: Path) -> Model:
     """Makes a model of float32 parameters; a head that repeats the embedding is tied."""
     checkpoint = open_checkpoint(path)
-    spec = dataclasses.replace(checkpoint.spec, tied=has_tied_head(checkpoint.table))
+    spec = dataclasses.replace(
+        checkpoint.spec, tied=has_tied_head(checkpoint.table, checkpoint.spec)
+    )
     placement = Placement(sharding.make_local_mesh(1))
     return load_model(
         dataclasses.replace(checkpoint, spec=spec), dtype="float32", placement=placement
