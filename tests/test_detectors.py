@@ -483,8 +483,8 @@ DAMAGE = {
     "layers": dict(take=exchanged("blk.1.", "blk.2.")),
     "epsilon": dict(metadata={"qwen2.attention.layer_norm_rms_epsilon": 1e-2}),
     "embedding": dict(change=lambda n, x: 4 * x, only="token_embd"),
-    "gate in one layer": dict(take=exchanged("blk.2.ffn_gate", "blk.2.ffn_up")),
-    "norm": dict(change=lambda n, x: 1.5 * x, only="blk.2.ffn_norm"),
+    "gate in one layer": dict(take=exchanged("blk.0.ffn_gate", "blk.0.ffn_up")),
+    "norm": dict(change=lambda n, x: 1.5 * x, only="blk.0.ffn_norm"),
     "sign": dict(change=lambda n, x: -x, only="blk.1.attn_output.w"),
     "half the heads": dict(change=half_the_heads, only="blk."),
 }
