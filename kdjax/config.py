@@ -103,6 +103,7 @@ class DataConfig:
     seq_len: int = 1024  # positions a row; at most the context of both models
     end_of_document: str = ""  # token after each text; empty: the tokenizer's end-of-text
     max_segments: int = 32  # documents a row; attention kernels need the bound
+    long: str = "leave_out"  # leave_out | cut: records longer than a row; cut keeps their ends
     parse_special: bool = False  # in plain text <|endoftext|> and similar become special ids
     tokenizer: str = ""  # a GGUF file, Hugging Face folder or hf: path; empty: the student's
     cache_dir: str = "~/.cache/kdjax/rows"  # packed rows, shared between runs
@@ -559,6 +560,7 @@ _RULES: dict[str, _Rule] = {
         "empty, or whole numbers that rise, such as 0,3,7,23",
     ),
     "student.init": _choice("checkpoint", "random"),
+    "data.long": _choice("leave_out", "cut"),
     "student.head": _choice("auto", "tied", "untied"),
     "student.remat": _choice("auto", "none", "dots", "full"),
     "student.block": (

@@ -130,6 +130,24 @@ def test_a_spelling_of_no_id_is_left_to_the_rest_but_not_an_answers_own(models):
         list(read_answers(line, "a:1", tok))
 
 
+def test_token_texts_that_do_not_spell_the_answer_are_refused(models):
+    """A part of a character comes as U+FFFD, another token's text; ids are always right."""
+    tok = tokenizer(models)
+    for name, refused in (("OpenAI", True), ("llama.cpp", False)):
+        line = lines(tok)[name]
+        (answer,) = read_answers(line, "a:1", tok)
+        place = line.get("response", line)
+        choice = place if name == "llama.cpp" else place["choices"][0]
+        choice["text"] = tok.decode(answer.ids[answer.start :].tolist())
+        assert len(list(read_answers(line, "a:1", tok))) == 1
+        choice["text"] = "another"
+        if refused:
+            with pytest.raises(UserError, match=r"a:1: found token texts .*Request ids"):
+                list(read_answers(line, "a:1", tok))
+        else:
+            assert len(list(read_answers(line, "a:1", tok))) == 1
+
+
 def spoil(line, name, place, value):
     line[name][place[0]][place[1]] = value
 
@@ -223,10 +241,11 @@ def read_cached(columns, at):
     return dict(zip(ids.tolist(), inside.tolist(), strict=True)), expit(odds)
 
 
-@pytest.mark.parametrize("rest", ["tail", "absent"])
-def test_every_trained_position_has_what_was_said_of_its_label(answered, tmp_path, rest):
-    """Whatever row and place packing gave it; documents of one row are not cut, longer ones are."""
+@pytest.mark.parametrize(("rest", "long"), [("tail", "leave_out"), ("absent", "cut")])
+def test_every_trained_position_has_what_was_said_of_its_label(answered, tmp_path, rest, long):
+    """Whatever row and place packing gave it; of one longer than a row the end, or nothing."""
     config, answers = answered
+    config.data.long = long
     cache_answers(config, tmp_path / "cache", None, rest=rest)
     config_module.validate(config)
     job = assemble(config, tmp_path / "run")
@@ -249,10 +268,10 @@ def test_every_trained_position_has_what_was_said_of_its_label(answered, tmp_pat
                 assert tail == pytest.approx(left, rel=1e-4, abs=1e-9)
                 seen += 1
     assert seen > 300
-    # 24 of the 25 begin and end in one row.
+    # 24 of the 25 fit in a row.
     sides = job.rows.train, job.rows.heldout
     pieces = sum(int(side.segments.max(axis=1).sum()) for side in sides)
-    assert pieces == 24 + 3  # of 49 ids each, the last of what is left
+    assert pieces == 24 + (long == "cut")
 
 
 @pytest.mark.slow

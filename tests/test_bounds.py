@@ -38,9 +38,9 @@ def change(path, **values):
 
 def test_templates_render_as_before():
     text = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
-    assert render_template(text, ASKED, eos_token="!") == "<user>hello!"
+    assert render_template(text, ASKED, {"eos_token": "!"}).text == "<user>hello!"
     worker = templates._workers[os.getpid()]
-    assert render_template(text, [], eos_token="?") == "?"
+    assert render_template(text, [], {"eos_token": "?"}).text == "?"
     assert templates._workers[os.getpid()] is worker  # one process for all
 
 
@@ -60,7 +60,7 @@ def test_templates_render_as_before():
 def test_whatever_a_template_raises_is_one_message(template, message):
     """Python's own errors ended in a traceback, also of `train`."""
     with pytest.raises(UserError) as raised:
-        render_template(template, ASKED)
+        render_template(template, ASKED, {})
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -68,8 +68,8 @@ def test_whatever_a_template_raises_is_one_message(template, message):
 def test_a_template_that_does_not_end_is_ended():
     many = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(UserError, match="takes more than 10 s"):
-        render_template(many, ASKED)
-    assert render_template("{{ messages|length }}", ASKED) == "1"  # by another process
+        render_template(many, ASKED, {})
+    assert render_template("{{ messages|length }}", ASKED, {}).text == "1"  # by another process
 
 
 def test_a_tokenizer_asks_nobody_whether_to_run_its_code(folder, monkeypatch):

@@ -409,7 +409,7 @@ def test_marks_in_plain_text_are_text_unless_asked_for(tmp_path, tokenizer, capl
     keys = set()
     for parse, ends, kind in ((False, 0, "ordinary text"), (True, 3, "special ids")):
         config = Config()
-        config.data = DataConfig(train=f"{tmp_path}/a.py,{tmp_path}/c.jsonl", seq_len=16)
+        config.data = DataConfig(train=f"{tmp_path}/a.py,{tmp_path}/c.jsonl", seq_len=64)
         config.data.heldout, config.data.cache_dir = f"{tmp_path}/b.txt", f"{tmp_path}/cache"
         config.data.end_of_document = "<|im_end|>"
         config.data.parse_special = parse
@@ -662,7 +662,7 @@ def test_parquet_has_what_stands_beside_a_prompt(tokenizer, tmp_path):
         list(text.openings(sorted(tmp_path.glob(f"{name}.*")), tokenizer)) for name in ("a", "b")
     )
     assert chats[0] == chats[1] and chats[0].opening == "def "
-    assert beginnings[0] == beginnings[1] == text.Opening("x = ", chat=False)
+    assert beginnings[0] == beginnings[1] == text.Opening("x = ")
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_an_exercise_is_known_by_its_id_as_a_text(tokenizer, tmp_path):
 def test_what_is_said_to_prompts_is_kept_and_asked_once(models, tmp_path):
     """A kill between the two files writes some answers again, and each draws as it would have."""
     model = kdjax.load(f"{models}/student.gguf", dtype="float32")
-    prompts = [PromptRecord((i, i + 1, 7), (), f"{i}:") for i in range(12)]
+    prompts = [PromptRecord((i, i + 1, 7), None, f"{i}:") for i in range(12)]
     sampling, fixed = Sampling(6, temperature=1.0, stop_ids=()), dict(batch_size=4, room=16)
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     parts = group(prompts, 1, 1)
@@ -239,7 +239,7 @@ def test_what_is_said_to_prompts_is_kept_and_asked_once(models, tmp_path):
 def test_a_kill_behind_the_first_answers_is_no_file_of_anothers(models, tmp_path, monkeypatch):
     model = kdjax.load(f"{models}/student.gguf", dtype="float32")
     prompts, out = (
-        [PromptRecord((i, i + 1, 7), (), f"{i}:") for i in range(2)],
+        [PromptRecord((i, i + 1, 7), None, f"{i}:") for i in range(2)],
         tmp_path / "out.jsonl",
     )
     write = lambda: WrittenAnswers(out, {}).write(  # noqa: E731

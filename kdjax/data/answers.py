@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kdjax.data.conversations import read_conversation
 from kdjax.errors import UserError
 from kdjax.models.tokenizer import Tokenizer
 
 MOST = 1.01  # largest sum of probabilities: some are bfloat16, or printed with few digits
+_NO_TEXT = "\N{REPLACEMENT CHARACTER}"  # what servers write for a part of a character
 _NAMED = "token_id:"  # how vLLM writes ids with return_tokens_as_token_ids
 _ASK = (
     "Request them: logprobs=true and top_logprobs=N (chat), logprobs=N (completions), n_probs=N "
@@ -56,10 +58,11 @@ def read_answers(record: Mapping[str, Any], source: str, tokenizer: Tokenizer) -
     Ids are the server's (llama.cpp's `id`, vLLM's `token_id:N`), else looked up by bytes or text;
     an alternative without an id belongs to the rest. Raises `UserError` naming `source` for a line
     without log-probabilities, ids outside the vocabulary or twice at a position, probabilities
-    that add up to more than 1, and a prompt whose length differs from the server's.
+    that add up to more than 1, a prompt whose length differs from the server's, and ids that were
+    looked up and spell another text than the answer's.
     """
     try:
-        for prompt, tokens in _read_choices(record, tokenizer):
+        for prompt, tokens, text in _read_choices(record, tokenizer):
             ids, log_probs, top = list(prompt), [], []
             for token, alternatives in tokens:
                 found = _find_id(token, tokenizer)
@@ -71,6 +74,7 @@ def read_answers(record: Mapping[str, Any], source: str, tokenizer: Tokenizer) -
                 ids.append(found)
                 log_probs.append(token["logprob"])
                 top.append(_sort(alternatives, tokenizer))
+            _check_text(ids[len(prompt) :], [token for token, _ in tokens], text, tokenizer)
             _check(ids, len(prompt), top, tokenizer.vocab_size)
             if top:
                 numbers = np.array(log_probs, np.float32)
@@ -86,8 +90,8 @@ def read_answers(record: Mapping[str, Any], source: str, tokenizer: Tokenizer) -
 
 def _read_choices(
     record: Mapping[str, Any], tokenizer: Tokenizer
-) -> Iterator[tuple[Sequence[int], Iterable[tuple[_Token, Sequence[_Token]]]]]:
-    """Yields for each answer its prompt's ids, and its tokens with their alternatives."""
+) -> Iterator[tuple[Sequence[int], list[tuple[_Token, Sequence[_Token]]], str | None]]:
+    """Yields for each answer its prompt's ids, its tokens with their alternatives, and its text."""
     if "teacher_ids" in record:
         ids, start = record["tokens"], record["start"]
         own = ({"id": i, "logprob": float("nan")} for i in ids[start:])
@@ -95,12 +99,12 @@ def _read_choices(
             [{"id": i, "logprob": x} for i, x in zip(*both, strict=True)]
             for both in zip(record["teacher_ids"], record["teacher_top_log_probs"], strict=True)
         )
-        yield ids[:start], list(zip(own, top, strict=True))
+        yield ids[:start], list(zip(own, top, strict=True)), None
         return
     response = record.get("response", record)
     prompt = _read_prompt(record, response, tokenizer)
     for choice in response.get("choices", [response]):
-        yield prompt, _read_tokens(choice)
+        yield prompt, list(_read_tokens(choice)), _read_text(choice)
 
 
 def _read_prompt(
@@ -109,7 +113,8 @@ def _read_prompt(
     if ids := response.get("prompt_token_ids"):
         return ids
     if "messages" in record:
-        ids = tokenizer.encode(tokenizer.render(record["messages"], answer_next=True))
+        conversation = read_conversation(record)
+        ids = tokenizer.encode(conversation.render(tokenizer, answer_next=True))
     elif isinstance(record["prompt"], str):
         ids = tokenizer.open_text(tokenizer.encode(record["prompt"]))
     else:
@@ -142,20 +147,65 @@ def _read_tokens(choice: Mapping[str, Any]) -> Iterable[tuple[_Token, Sequence[_
         yield entry, entry["top_logprobs"]
 
 
+def _read_text(choice: Mapping[str, Any]) -> str | None:
+    """The text of an answer; None if the response has none."""
+    texts = choice.get("message") or {}, choice
+    said = (some.get(name) for some in texts for name in ("content", "text"))
+    return next((text for text in said if isinstance(text, str)), None)
+
+
+def _check_text(
+    ids: Sequence[int], tokens: Sequence[_Token], text: str | None, tokenizer: Tokenizer
+) -> None:
+    """Raises `UserError` unless ids of an answer, found by the texts of tokens, spell its text.
+
+    A token that is a part of a character has no text: servers write U+FFFD, and some
+    lose the space of a SentencePiece token. Both are the texts of other tokens.
+    """
+    unnamed = [token for token in tokens if not _has_id(token)]
+    spelled = tokenizer.decode([i for i in ids if i not in tokenizer.special_ids])
+    if text is None:
+        right = not any(_NO_TEXT.encode() in _spell(token) for token in unnamed)
+    else:
+        right = not unnamed or text.strip().rstrip(_NO_TEXT) in spelled
+    if right:
+        return
+    said = "none in the response" if text is None else repr(_shorten(text))
+    raise UserError(
+        f"found token texts that spell {_shorten(spelled)!r} and the answer's text, {said}; "
+        "expected both alike: the server's texts are not its tokens' own bytes. Request ids: vLLM "
+        "writes them with return_tokens_as_token_ids, llama.cpp with n_probs (/completion)."
+    )
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _has_id(token: _Token) -> bool:
+    """Whether the server says a token's id."""
+    return "id" in token or token["token"].startswith(_NAMED)
+
+
 def _find_id(token: _Token, tokenizer: Tokenizer) -> int | None:
     """Looks up the id of a token; None if its text belongs to no id, or to several."""
     if "id" in token:
         return int(token["id"])
     text = token["token"]
-    if text.startswith(_NAMED):
+    if _has_id(token):
         return int(text.removeprefix(_NAMED))
-    spelled = bytes(token["bytes"]) if token.get("bytes") else text.encode()
-    return tokenizer.ids_by_bytes.get(spelled)
+    return tokenizer.ids_by_bytes.get(_spell(token))
+
+
+def _spell(token: _Token) -> bytes:
+    """The bytes of a token, as far as the server says them."""
+    return bytes(token["bytes"]) if token.get("bytes") else token["token"].encode()
 
 
 def _sort(alternatives: Sequence[_Token], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Ids and log-probabilities of the alternatives, the most probable first."""
-    pairs = [(_find_id(token, tokenizer), token["logprob"]) for token in alternatives]
+    clear = (t for t in alternatives if _has_id(t) or _NO_TEXT.encode() not in _spell(t))
+    pairs = [(_find_id(token, tokenizer), token["logprob"]) for token in clear]
     known = [(i, x) for i, x in pairs if i is not None]
     log_probs = np.array([x for _, x in known], np.float32)
     order = np.argsort(-log_probs, kind="stable")

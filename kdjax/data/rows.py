@@ -1,8 +1,10 @@
 """Fixed rows of packed documents: tokenized once, cached by content, memory-mapped.
 
-A row holds `seq_len + 1` ids, so that inputs are `row[:-1]` and targets `row[1:]`. Documents follow
-one another and are cut at the row's end; the next row then starts with the last id of the previous
-piece, so that every id but a document's first is a target exactly once.
+A row holds `seq_len + 1` ids, so that inputs are `row[:-1]` and targets `row[1:]`. Plain texts
+follow one another and are cut at the row's end; the next row then starts with the last id of the
+previous piece, so that every id but a document's first is a target exactly once. Records with a
+question (conversations, prompts with completions, answers of a server) have separate rows,
+which cut none of them.
 """
 
 import bisect
@@ -18,11 +20,17 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from kdjax.data.text import Document, documents, encode_documents, find_files
+from kdjax.data.text import (
+    TABLE_SUFFIXES,
+    Document,
+    documents,
+    encode_documents,
+    find_files,
+)
 from kdjax.errors import UserError
 from kdjax.formats.files import make_folder, writing
 from kdjax.formats.locks import LOCK, LockedError, locking
@@ -32,11 +40,14 @@ from kdjax.progress import Heartbeat
 
 _log = logging.getLogger("kdjax")
 
-FORMAT = 2  # raise when equal inputs would produce other bytes
+FORMAT = 2  # raise when equal texts would produce other bytes
+RECORDS = 3  # raise when equal records would; rows of format 2 cut them at row ends
+LONG_RECORDS = ("leave_out", "cut")  # what becomes of records longer than a row
 COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
 _SIDES = ("train", "heldout")
 _ASIDE = ".making-"  # prefix of unfinished folders
 _BATCH_CHARACTERS = 4_000_000  # of text tokenized at a time: bounds memory
+_BLOCK = 16_000_000  # ids of records placed at a time: 5 bytes each
 
 
 class Rows(NamedTuple):
@@ -108,16 +119,12 @@ class Packer:
         """Rows begun so far."""
         return self._row + (self._fill > 0)
 
-    def place(self, length: int, *, whole: bool = False) -> list[Piece]:
+    def place(self, length: int) -> list[Piece]:
         """Places the next document, of `length` ids; no piece for one id, which has no target.
 
-        Each piece after the first repeats the last id before it, as its first input. A `whole`
-        document begins a new row if the current one has too little room, and is cut only if it is
-        longer than a row.
+        Each piece after the first repeats the last id before it, as its first input.
         """
         pieces, start = [], 0
-        if whole and self._length - self._fill < length > 1:
-            self._row, self._fill, self._segment = self.rows, 0, 0
         while start < length - 1:
             if self._length - self._fill < 2 or self._segment == self._max_segments:
                 self._row, self._fill, self._segment = self._row + 1, 0, 0
@@ -159,18 +166,70 @@ def place_whole(lengths: Sequence[int], row_length: int, max_segments: int) -> l
     return [pieces[number] for number in range(len(lengths))]
 
 
+T = TypeVar("T")
+
+
+class WholePacker(Generic[T]):
+    """Gathers records that no row cuts, and places them by best fit.
+
+    Of a record longer than a row the end is placed if `long` is `cut`, else nothing.
+    """
+
+    def __init__(self, row_length: int, max_segments: int, long: str):
+        self._length, self._max_segments, self._cuts = (
+            row_length,
+            max_segments,
+            long == LONG_RECORDS[1],
+        )
+        self._records: list[tuple[T, int]] = []
+        self._ids = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the records fill a block, which should be placed now."""
+        return self._ids >= _BLOCK
+
+    def add(self, record: T, length: int) -> int | None:
+        """Adds a record of `length` ids; returns the first id that has a place, None if none."""
+        first = max(length - self._length, 0)
+        if length < 2 or (first and not self._cuts):
+            return None
+        self._records.append((record, length))
+        self._ids += length - first
+        return first
+
+    def place(self, row: int) -> tuple[list[tuple[T, Piece]], int]:
+        """Places all that were gathered, from `row` on; returns the number of their rows too."""
+        lengths = [min(length, self._length) for _, length in self._records]
+        pieces = place_whole(lengths, self._length, self._max_segments)
+        placed = [
+            (record, piece._replace(row=row + piece.row, start=length - piece.count))
+            for (record, length), piece in zip(self._records, pieces, strict=True)
+        ]
+        self._records, self._ids = [], 0
+        return placed, max((piece.row + 1 for piece in pieces), default=0)
+
+
 class _SideWriter:
     """Packs the documents of one side, and appends each full row to the side's column files."""
 
     def __init__(
-        self, folder: Path, row_length: int, max_segments: int, opening_id: int | None = None
+        self,
+        folder: Path,
+        row_length: int,
+        max_segments: int,
+        opening_id: int | None = None,
+        long: str = LONG_RECORDS[0],
     ):
         folder.mkdir()
         self._opening_id = opening_id
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in COLUMNS}
         self._packer = Packer(row_length, max_segments)
+        self._wholes = WholePacker[dict[str, np.ndarray]](row_length, max_segments, long)
         self._row = {name: np.zeros(row_length, dtype) for name, dtype in COLUMNS.items()}
-        self.counts = dict(documents=0, tokens=0, targets=0, rows=0)
+        self._texts = 0  # rows of plain text that are written
+        self.counts = dict(documents=0, tokens=0, targets=0, rows=0, long=0)
+        self.long = ""  # the first record that is longer than a row
         self.marks: collections.Counter[str] = collections.Counter()  # in plain texts
 
     def _write_row(self) -> None:
@@ -179,23 +238,52 @@ class _SideWriter:
             self._row[name][:] = 0
         self.counts["rows"] += 1
 
-    def add(self, ids: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
+    def add(
+        self, ids: np.ndarray, mask: np.ndarray, *, whole: bool = False, source: str = ""
+    ) -> None:
         """Appends one document; one of a single id has no target and is left out."""
-        pieces = self._packer.place(len(ids), whole=whole)
+        values = {"tokens": ids, "mask": mask}
+        if whole:
+            first = self._wholes.add(values, len(ids))
+            if first != 0 and len(ids) > 1:
+                self.counts["long"] += 1
+                self.long = self.long or source
+            if first is None:
+                return
+            self._count(mask[first:])
+            if self._wholes.full:
+                self._write_wholes()
+            return
+        pieces = self._packer.place(len(ids))
         if not pieces:
             return
-        self.counts["documents"] += 1
-        self.counts["tokens"] += len(ids)
-        self.counts["targets"] += int(mask[1:].sum())
+        self._count(mask)
         for piece in pieces:
-            if piece.row > self.counts["rows"]:
+            if piece.row > self._texts:
                 self._write_row()
-            piece.copy({"tokens": ids, "mask": mask}, self._row, self._opening_id)
+                self._texts += 1
+            piece.copy(values, self._row, self._opening_id)
+
+    def _count(self, mask: np.ndarray) -> None:
+        self.counts["documents"] += 1
+        self.counts["tokens"] += len(mask)
+        self.counts["targets"] += int(mask[1:].sum())
+
+    def _write_wholes(self) -> None:
+        placed, rows = self._wholes.place(0)
+        block = {name: np.zeros((rows, *row.shape), row.dtype) for name, row in self._row.items()}
+        for values, piece in placed:
+            row = {name: column[piece.row] for name, column in block.items()}
+            piece.copy(values, row, self._opening_id)
+        for name, file in self._files.items():
+            file.write(block[name].tobytes())
+        self.counts["rows"] += rows
 
     def finish(self) -> None:
-        """Writes the last row and the files out to the disk."""
+        """Writes the last rows and the files out to the disk."""
         if self._packer.rows:
             self._write_row()
+        self._write_wholes()
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -315,6 +403,7 @@ class RowSettings:
     end_of_document_id: int
     max_segments: int  # documents, or parts of documents, in a row
     parse_special: bool = False  # whether plain texts get special ids for such strings
+    long: str = LONG_RECORDS[0]  # what becomes of records longer than a row
 
     def find_files(self) -> _Files:
         """The files of training, and those held out; raises `MissingFileError` if there is none."""
@@ -330,20 +419,29 @@ def _is_heldout(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def rows_key(settings: RowSettings, files: _Files | None = None) -> str:
+def rows_key(settings: RowSettings, files: _Files | None = None, begun: str = "") -> str:
     """SHA-256, in hex, of all text, the tokenizer and every setting: the rows' cache folder.
 
-    `files` are the files that the settings name, if already listed.
+    `files` are the files that the settings name, if already listed. `begun` is the key of the rows
+    that a run began with: if it is an earlier version's key of this text, it stays.
     """
     numbers = FORMAT, settings.seq_len, settings.end_of_document_id, settings.max_segments
     parameters = [*numbers, settings.parse_special, settings.tokenizer.content_hash]
     parameters += [] if settings.heldout else [settings.heldout_fraction]
-    digest = hashlib.sha256(json.dumps(parameters).encode())
-    for side in files or settings.find_files():
-        digest.update(b"|")
+    files = files or settings.find_files()
+    hashes = b""
+    for side in files:
+        hashes += b"|"
         for path in side:  # the suffix says how a file is read
-            digest.update(path.suffix.lower().encode() + b"\0" + _hash_file(path))
-    return digest.hexdigest()
+            hashes += path.suffix.lower().encode() + b"\0" + _hash_file(path)
+    key = _hash_parameters(parameters, hashes)
+    if key == begun or not any(p.suffix.lower() in TABLE_SUFFIXES for p in (*files[0], *files[1])):
+        return key
+    return _hash_parameters([*parameters, RECORDS, settings.long], hashes)
+
+
+def _hash_parameters(parameters: list[Any], hashes: bytes) -> str:
+    return hashlib.sha256(json.dumps(parameters).encode() + hashes).hexdigest()
 
 
 def packed_hash(folder: Path) -> str:
@@ -357,27 +455,36 @@ def packed_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def prepare_rows(settings: RowSettings, cache_dir: Path) -> RowSet:
+def prepare_rows(settings: RowSettings, cache_dir: Path, begun: str = "") -> RowSet:
     """Returns packed rows of the text that `settings` name, from the cache if it has them.
 
     With `heldout` empty, `heldout_fraction` of the documents is held out, each by the hash of its
     text: copies of a document land on one side, for any order or number of the others. With
-    `heldout` set, training leaves out every document that is in it. Raises `UserError` for
-    unreadable, empty or one-sided text, `WriteError` for a full disk; both leave no files.
+    `heldout` set, training leaves out every document that is in it. `begun` is as for `rows_key`.
+    Raises `UserError` for unreadable, empty or one-sided text and for rows of an earlier version
+    that are gone, `WriteError` for a full disk; all leave no files.
     """
     files = settings.find_files()
-    key, row_length = rows_key(settings, files), settings.seq_len + 1
+    key, row_length = rows_key(settings, files, begun), settings.seq_len + 1
     folder = cache_dir / key
     _remove_unfinished(cache_dir)
     if (rows := _open_rows(folder, row_length, key)) is not None:
         return rows
+    if key == begun and key != rows_key(settings, files):
+        raise UserError(
+            f"{folder}: found no rows, with which this run began; expected rows of the version "
+            "that began it, which cut conversations at row ends. Restore the folder, or choose a "
+            "new --workdir: a new run cuts none."
+        )
     with writing(folder):
         make_folder(cache_dir)
         with _make_aside(cache_dir) as aside, contextlib.ExitStack() as writing_files:
             writers = []
             for side in _SIDES:
-                limits = row_length, settings.max_segments, settings.tokenizer.opening_id
-                writer = _SideWriter(aside / side, *limits)
+                opening_id, long = settings.tokenizer.opening_id, settings.long
+                writer = _SideWriter(
+                    aside / side, row_length, settings.max_segments, opening_id, long
+                )
                 writing_files.callback(writer.close)
                 writers.append(writer)
             apart = _pack_sides(writers, settings, files)
@@ -429,8 +536,7 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
         if side is None:
             left_out += 1
             continue
-        # A server's log-probabilities of an answer depend on everything before it.
-        writers[side].add(ids, mask, whole=document.said is not None)
+        writers[side].add(ids, mask, whole=document.whole, source=document.source)
         if document.open:
             writers[side].marks.update(settings.tokenizer.count_marks(document.text))
     for writer in writers:
@@ -483,12 +589,33 @@ def check_split(settings: RowSettings) -> None:
     _check_counts(counts, settings, left_out)
 
 
-def locate_documents(settings: RowSettings) -> Iterator[tuple[int, Document, list[Piece]]]:
-    """Yields the place of each document in the rows of `prepare_rows`: its side and its pieces."""
-    packers = [Packer(settings.seq_len + 1, settings.max_segments) for _ in _SIDES]
+def locate_answers(settings: RowSettings) -> Iterator[tuple[int, Document, Piece]]:
+    """Yields the place of each answer of a server in the rows of `prepare_rows`, and its side.
+
+    Raises `UserError` for a document of another kind.
+    """
+    limits = settings.seq_len + 1, settings.max_segments, settings.long
+    packers = [WholePacker[Document](*limits) for _ in _SIDES]
+    rows = [0, 0]
+
+    def place(side: int) -> Iterator[tuple[int, Document, Piece]]:
+        placed, count = packers[side].place(rows[side])
+        rows[side] += count
+        return ((side, document, piece) for document, piece in placed)
+
     for side, document, ids, _ in _split_sides(settings, settings.find_files()):
-        if side is not None:
-            yield side, document, packers[side].place(len(ids), whole=document.said is not None)
+        if document.said is None:
+            raise UserError(
+                f"{document.source}: found text without a teacher's log-probabilities; expected "
+                "answers of a server alone, as data.train and data.heldout."
+            )
+        if side is None:
+            continue
+        packers[side].add(document, len(ids))
+        if packers[side].full:
+            yield from place(side)
+    for side in range(len(_SIDES)):
+        yield from place(side)
 
 
 def _check_counts(counts: Sequence[int], settings: RowSettings, left_out: int) -> None:
@@ -511,12 +638,21 @@ def _check_sides(
     writers: list[_SideWriter], settings: RowSettings, left_out: int
 ) -> dict[str, Any]:
     """Counts rows, tokens and marks of both sides; raises `UserError` if one has no row."""
-    _check_counts([writer.counts["documents"] for writer in writers], settings, left_out)
+    counts = [writer.counts["documents"] for writer in writers]
+    long = next((writer.long for writer in writers if writer.long), "")
+    if long and not all(counts) and settings.long != LONG_RECORDS[1]:
+        raise UserError(
+            f"{long}: found a record longer than a row of {settings.seq_len + 1:,} tokens, and "
+            f"none for {_SIDES[counts.index(0)]} that is shorter. Raise data.seq_len, or set "
+            f"data.long={LONG_RECORDS[1]}, which keeps the ends of long ones."
+        )
+    _check_counts(counts, settings, left_out)
     sides: dict[str, Any] = {}
     for name, writer in zip(_SIDES, writers, strict=True):
         counts = writer.counts
         fill = counts["tokens"] / (counts["rows"] * (settings.seq_len + 1))
-        sides[name] = counts | {"fill": round(fill, 4), "marks": dict(writer.marks.most_common())}
+        found = {"marks": dict(writer.marks.most_common()), "first_long": writer.long}
+        sides[name] = counts | {"fill": round(fill, 4)} | found
     return sides
 
 

@@ -15,6 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kdjax.data.answers import Said, is_answer, read_answers
+from kdjax.data.conversations import (
+    Conversation,
+    is_conversation,
+    read_conversation,
+    render_answers,
+)
 from kdjax.data.installed import source_files
 from kdjax.errors import MissingFileError, UserError, suggest_path
 from kdjax.hub import TEXT, fetch_path
@@ -37,7 +43,7 @@ _CHATS = 1_024  # beginnings encoded at a time: bounds memory
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 # The fields of a record, and how messages tell them.
 _FIELDS = (("text",), ("messages",), ("prompt", "completion"), ("prompt",))
-_BESIDE = ("opening",)  # what a prompt's record may have too
+_BESIDE = ("opening", "tools", "chat_template_kwargs")  # what a conversation's record may have too
 _FORMS = '"text" (a string), "messages" (a list), or "prompt" and "completion" (strings)'
 _PYTHON = re.compile(r"(?:^|,)\s*python:")
 
@@ -47,7 +53,8 @@ class Document(NamedTuple):
 
     `trained` lists the character spans whose tokens carry loss; None means all of them. A document
     that is `open` is plain text, whose marks are text and which gets an end-of-document token; a
-    conversation ends as its template ends it.
+    conversation ends as its template ends it. `content` is what the file holds of a text that was
+    rendered.
     """
 
     text: str
@@ -55,18 +62,28 @@ class Document(NamedTuple):
     trained: tuple[tuple[int, int], ...] | None = None
     open: bool = True
     said: Said | None = None  # its ids, of a server's answer, which is not tokenized again
+    content: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a record of a question and answers, which no row cuts."""
+        return self.trained is not None
 
     def loss_mask(self, offsets: np.ndarray) -> np.ndarray:
-        """Whether each token carries loss, from the characters `[start, end)` it came from."""
-        starts = offsets[:, 0]
+        """Whether each token carries loss, from the characters `[start, end)` it came from.
+
+        So does a token of which a part is in a span: a word joined to the space before it.
+        """
+        starts, stops = offsets[:, 0], offsets[:, 1]
         if self.trained is None:
             return np.ones(len(starts), bool)
         begins, ends = np.array(self.trained, np.int64).reshape(-1, 2, 1).swapaxes(0, 1)
-        return np.any((begins <= starts) & (starts < ends), axis=0)
+        return np.any((starts < ends) & ((begins <= starts) | (begins < stops)), axis=0)
 
     def digest(self) -> bytes:
-        """SHA-256 of the text: what decides the held-out split."""
-        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).digest()
+        """SHA-256 of what the file holds: what decides the held-out split."""
+        content = self.content or self.text
+        return hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
 
 
 def encode_documents(
@@ -201,10 +218,9 @@ class Opening(NamedTuple):
     """The beginning of a text that a model goes on from."""
 
     text: str
-    chat: bool  # whether it is a conversation up to the assistant's next turn
+    chat: Conversation | None = None  # up to the assistant's next turn
     whole: bool = True  # whether all of it is to be gone on from, or any beginning
-    messages: tuple[Any, ...] = ()  # of a conversation, and
-    opening: str = ""  # what begins the turn of the answer
+    opening: str = ""  # what begins the turn of a conversation's answer
 
 
 def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
@@ -215,11 +231,7 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
     that, of anything else its text, as it is. Raises as `documents`.
     """
     for source, record in _read_records(files):
-        if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
-            messages = record["messages"]
-            _check_messages(messages, source)
-            if messages and messages[-1]["role"] == "assistant":
-                messages = messages[:-1]
+        if isinstance(record, Mapping) and is_conversation(record):
             opening = record.get("opening") or ""
             if not isinstance(opening, str):
                 raise UserError(
@@ -227,16 +239,17 @@ def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
                     "it out."
                 )
             try:
-                text = f"{tokenizer.render(messages, answer_next=True)}{opening}"
+                chat = read_conversation(record).before_answer()
+                text = f"{chat.render(tokenizer, answer_next=True)}{opening}"
             except UserError as error:
                 raise UserError(f"{source}: {error}") from error
-            yield Opening(text, chat=True, messages=tuple(messages), opening=opening)
+            yield Opening(text, chat=chat, opening=opening)
             continue
         prompt = record.get("prompt") if isinstance(record, Mapping) else None
         whole = isinstance(prompt, str)
         text = str(prompt) if whole else _make_document(record, source, tokenizer).text
         if text.strip():
-            yield Opening(text, False, whole)
+            yield Opening(text, whole=whole)
 
 
 def encode_chats(
@@ -320,9 +333,16 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
         for batch in file.iter_batches(columns=columns):
             for record in batch.to_pylist():
                 number += 1
-                yield f"{path}:{number}", record
+                yield f"{path}:{number}", _drop_nulls(record)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file ({error}).") from error
+
+
+def _drop_nulls(value: Any) -> Any:
+    """A value without the keys that a column of objects fills with null where a record has none."""
+    if isinstance(value, Mapping):
+        return {name: _drop_nulls(v) for name, v in value.items() if v is not None}
+    return [_drop_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _make_documents(record: object, source: str, tokenizer: Tokenizer) -> Iterator[Document]:
@@ -339,8 +359,8 @@ def _make_document(record: object, source: str, tokenizer: Tokenizer) -> Documen
     fields: Mapping[str, Any] = record if isinstance(record, Mapping) else {}
     if isinstance(fields.get("text"), str):
         return Document(fields["text"], source)
-    if isinstance(fields.get("messages"), list):
-        return _render_conversation(fields["messages"], source, tokenizer)
+    if is_conversation(record):
+        return _render_conversation(fields, source, tokenizer)
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         text = prompt + completion
@@ -349,34 +369,26 @@ def _make_document(record: object, source: str, tokenizer: Tokenizer) -> Documen
     raise UserError(f"{source}: expected an object with {_FORMS}; found {content}.")
 
 
-def _check_messages(messages: Sequence[Any], source: str) -> None:
-    for i, message in enumerate(messages):
-        if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
-            raise UserError(f"{source}: message {i} must be an object with a role and content.")
-
-
-def _render_conversation(messages: list[Any], source: str, tokenizer: Tokenizer) -> Document:
+def _render_conversation(record: Mapping[str, Any], source: str, tokenizer: Tokenizer) -> Document:
     """Renders the messages; only what the assistant says, its end token included, carries loss."""
-    _check_messages(messages, source)
     try:
-        text = tokenizer.render(messages)
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            if i == 0:
-                raise UserError("a conversation cannot start with the assistant")
-            before = tokenizer.render(messages[:i], answer_next=True)
-            after = tokenizer.render(messages[: i + 1])
-            if not (text.startswith(before) and text.startswith(after)):
-                raise UserError(
-                    f"the chat template renders message {i} differently once more messages follow, "
-                    "so its tokens cannot be found; split the conversation into single turns"
-                )
-            # What follows the end token (a newline in ChatML) is the template's, not the model's.
-            spans.append((len(before), len(after.rstrip())))
+        conversation = read_conversation(record)
+        text, spans = render_answers(conversation, tokenizer)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    if not spans:
-        raise UserError(f"{source}: no message of the assistant, so nothing would be trained.")
-    return Document(text, source, tuple(spans), open=False)
+    if conversation.last_thought not in text:
+        _warn_of_thoughts(tokenizer.chat_template, source)
+    return Document(text, source, spans, open=False, content=conversation.say())
+
+
+_warned_of: set[str | None] = set()  # templates
+
+
+def _warn_of_thoughts(template: str | None, source: str) -> None:
+    if template not in _warned_of:
+        _warned_of.add(template)
+        _log.warning(
+            "%s: the chat template leaves the thought before </think> out of the last answer; what "
+            "follows it trains, here and in other records",
+            source,
+        )

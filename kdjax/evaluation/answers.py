@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from kdjax.data.conversations import Conversation
 from kdjax.data.text import find_files, openings
 from kdjax.errors import UserError
 from kdjax.evaluation import passk
@@ -31,15 +32,15 @@ class PromptRecord(NamedTuple):
     """A prompt's ids, and their conversation or text."""
 
     ids: tuple[int, ...]
-    messages: tuple[Any, ...] = ()
+    chat: Conversation | None = None
     beginning: str = ""  # beginning of the assistant's turn, or of a text
 
     def answered(self, answer: str) -> dict[str, Any]:
         """The record with this answer."""
         text = f"{self.beginning}{answer}"
-        if not self.messages:
+        if not self.chat:
             return {"text": text}
-        return {"messages": [*self.messages, {"role": "assistant", "content": text}]}
+        return self.chat.answered(text)
 
 
 def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[PromptRecord]:
@@ -56,7 +57,7 @@ def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[PromptR
         beginning = one.opening if one.chat else one.text
         if not one.whole:
             beginning = tokenizer.decode(list(ids[opened:]), start=True)
-        prompts.append(PromptRecord(ids, one.messages, beginning))
+        prompts.append(PromptRecord(ids, one.chat, beginning))
     return prompts
 
 

@@ -20,7 +20,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kdjax.data import pipeline
-from kdjax.data.rows import COLUMNS, Packer, Rows, tokenize_documents, warn_of_marks
+from kdjax.data.rows import (
+    COLUMNS,
+    Packer,
+    Piece,
+    Rows,
+    WholePacker,
+    tokenize_documents,
+    warn_of_marks,
+)
 from kdjax.data.text import Document, documents, encode_documents, find_files
 from kdjax.device import cluster
 from kdjax.device.sharding import row_shards, split_rows
@@ -79,26 +87,30 @@ def read_text(
 ) -> Text:
     """Reads at most `rows` rows of `seq_len` positions, spread evenly over the text of `patterns`.
 
-    `parse_special` is as for `data.rows.tokenize_documents`.
-
-    Raises `UserError` for text that cannot be read or has no target.
+    `parse_special` is as for `data.rows.tokenize_documents`. Of a record longer than a row the end
+    is read. Raises `UserError` for text that cannot be read or has no target.
     """
     source = documents(find_files(patterns), tokenizer)
-    packer = Packer(seq_len + 1)
-    placed = [
-        (document, packer.place(len(ids)))
-        for document, ids, _ in tokenize_documents(
-            source, tokenizer, tokenizer.end_of_text_id, parse_special=parse_special
-        )
-    ]
+    packer, placed = Packer(seq_len + 1), list[tuple[Document, list[Piece]]]()
+    wholes = WholePacker[Document](seq_len + 1, seq_len + 1, "cut")
+    for document, ids, _ in tokenize_documents(
+        source, tokenizer, tokenizer.end_of_text_id, parse_special=parse_special
+    ):
+        if document.whole:
+            wholes.add(document, len(ids))
+        else:
+            placed.append((document, packer.place(len(ids))))
+    records, more = wholes.place(packer.rows)
+    placed += ((document, [piece]) for document, piece in records)
+    count = packer.rows + more
     marks: collections.Counter[str] = collections.Counter()
     for document, _ in placed:
         if document.open:
             marks.update(tokenizer.count_marks(document.text))
     warn_of_marks(patterns, dict(marks.most_common()), tokenizer, parse_special)
-    if not packer.rows:
+    if not count:
         raise UserError(f"{patterns}: the text is empty: no document has two tokens or more.")
-    chosen = np.linspace(0, packer.rows - 1, min(rows, packer.rows)).astype(np.int64)
+    chosen = np.linspace(0, count - 1, min(rows, count)).astype(np.int64)
     at = {int(row): i for i, row in enumerate(chosen)}
     dtypes = COLUMNS | {"classes": np.int8, "bytes": np.int32}
     shape = len(at), seq_len + 1

@@ -1,7 +1,8 @@
 """Renders chat templates within bounds of time, memory and length.
 
-A template is a program that came with a model, and Jinja's sandbox bounds none of them. It runs in
-a separate process, one for all templates (`template_worker`), by Transformers' function.
+A template is a program that came with a model, and Jinja's sandbox bounds none of them. It runs
+in a separate process, one for all templates (`template_worker`), by Transformers' function and on
+one date.
 """
 
 import atexit
@@ -9,31 +10,48 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdjax.errors import UserError
 from kdjax.models.template_worker import SECONDS
 
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _LENGTH = struct.Struct("<Q")
 _MOST, _TIMES = 1 << 20, 16  # characters, and times the messages' characters, that one may write
 _lock = threading.Lock()
 _workers: dict[int, "_Worker"] = {}  # by process: one that was forked has none
 
 
-def render_template(template: str, messages: Sequence[dict[str, Any]], **given: Any) -> str:
-    """Renders a conversation; `given` as of Transformers' `apply_chat_template`.
+class Rendering(NamedTuple):
+    """A conversation as text, and the characters `[start, end)` between its `generation` marks."""
+
+    text: str
+    generated: tuple[tuple[int, int], ...]
+
+
+def has_marks(template: str) -> bool:
+    """Whether a template says with `{% generation %}` what the assistant writes."""
+    return _MARKED.search(template) is not None
+
+
+def render_template(
+    template: str, messages: Sequence[dict[str, Any]], given: Mapping[str, Any]
+) -> Rendering:
+    """Renders a conversation; `given` is what Transformers' `apply_chat_template` takes by name.
 
     Raises `UserError` if the template raises anything, takes more than 10 s of processor time or
-    1 GiB, or writes more than 16 times the messages' characters and a million.
+    1 GiB, or writes more than 16 times the characters of messages and `given`, and a million.
     """
-    most = _MOST + _TIMES * len(repr(messages))
+    most = _MOST + _TIMES * len(repr((messages, given)))
+    given = {**given, "return_assistant_tokens_mask": has_marks(template)}
     with _lock:
         worker = _workers.get(os.getpid())
         if worker is None:
@@ -50,7 +68,7 @@ def render_template(template: str, messages: Sequence[dict[str, Any]], **given: 
         raise UserError(f"the chat template refuses the messages: {answer['refused']}")
     if "exceeded" in answer:
         raise _exceeded(answer["exceeded"])
-    return str(answer["text"])
+    return Rendering(answer["text"], tuple((start, end) for start, end in answer["generated"]))
 
 
 def _exceeded(what: str) -> UserError:

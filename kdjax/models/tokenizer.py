@@ -44,7 +44,7 @@ from kdjax.models.encoders import (
 from kdjax.models.families import FAMILIES
 from kdjax.models.long_text import encode_pieces, encode_texts
 from kdjax.models.pretokenizers import Rule
-from kdjax.models.templates import render_template
+from kdjax.models.templates import Rendering, render_template
 
 _PADDING = re.compile(r"\[PAD\d+\]|<\|pad_\d+\|>")
 _TEMPLATE_MARKS = re.compile(r"<\|[^|<>\s]+\|>|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST]
@@ -216,9 +216,13 @@ class Tokenizer:
         longest_first = sorted(marks, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
+    def find_marks(self, text: str) -> list[tuple[str, int]]:
+        """Strings of `mark_ids`, and marks of the chat template, in a text; each with its end."""
+        return [(m[0], m.end()) for m in self._mark_pattern.finditer(text)]
+
     def count_marks(self, text: str) -> dict[str, int]:
-        """Counts of each string of `mark_ids`, and of each mark of the chat template, in a text."""
-        return dict(collections.Counter(m[0] for m in self._mark_pattern.finditer(text)))
+        """Counts of each string that `find_marks` finds in a text."""
+        return dict(collections.Counter(mark for mark, _ in self.find_marks(text)))
 
     def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Ids of the text, without BOS or EOS.
@@ -286,23 +290,42 @@ class Tokenizer:
         size = self.vocab_size
         return {name: self.tokens[i] for name, i in ids.items() if i is not None and i < size}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, answer_next: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        answer_next: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Renders a conversation by the chat template; `answer_next` opens the assistant's turn.
 
-        Raises `UserError` if the tokenizer has no template, the template refuses the messages or
-        exceeds the bounds of `render_template`.
+        `tools` are descriptions of functions, and `variables` what else the template may read, such
+        as `enable_thinking`. Templates that write the date write `template_worker.DATE`. Raises
+        `UserError` if the tokenizer has no template, the template refuses the messages or exceeds
+        the bounds of `render_template`.
         """
+        return self.render_marked(
+            messages, tools, answer_next=answer_next, variables=variables
+        ).text
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        answer_next: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Rendering:
+        """Renders as `render`; also returns what the template marks as the assistant's words."""
         if self.chat_template is None:
             raise UserError(
                 "the tokenizer has no chat template, so `messages` cannot be rendered; use plain "
                 "`text`, an instruct model, or its tokenizer (data.tokenizer, --tokenizer)."
             )
-        return render_template(
-            self.chat_template,
-            [dict(message) for message in messages],
-            add_generation_prompt=answer_next,
-            **self._named_tokens,
-        )
+        given = self._named_tokens | dict(variables or {})
+        given |= {"tools": tools or None, "add_generation_prompt": answer_next}
+        return render_template(self.chat_template, [dict(m) for m in messages], given)
 
 
 def load_tokenizer(path: str | Path, table: TensorTable | None = None) -> Tokenizer:

@@ -16,7 +16,7 @@ from kdjax.config import Config, TeacherConfig, last_step, settle_dtype
 from kdjax.data import teacher_cache
 from kdjax.data.answers import Said
 from kdjax.data.pipeline import example, stack_examples
-from kdjax.data.rows import Piece, RowSet, locate_documents
+from kdjax.data.rows import Piece, RowSet, locate_answers
 from kdjax.data.teacher_cache import CacheSpec
 from kdjax.device import cluster, sharding
 from kdjax.errors import UserError
@@ -114,15 +114,10 @@ def cache_answers(config: Config, out: Path, k: int | None, *, rest: str = "tail
     settings, train = row_settings(config.data, pair.tokenizer), len(rows.train)
     placed: dict[int, list[tuple[Piece, Said]]] = {}
     least, place = pair.vocabulary.real, ""
-    for side, document, pieces in locate_documents(settings):
+    for side, document, piece in locate_answers(settings):
         said = document.said
-        if said is None:
-            raise UserError(
-                f"{document.source}: found text without a teacher's log-probabilities; expected "
-                "answers of a server alone, as data.train and data.heldout."
-            )
-        for piece in pieces:
-            placed.setdefault(piece.row + side * train, []).append((piece, said))
+        assert said is not None, document.source
+        placed.setdefault(piece.row + side * train, []).append((piece, said))
         fewest = min(len(ids) for ids, _ in said.top)
         if fewest < least:
             least, place = fewest, document.source

@@ -39,29 +39,51 @@ _FILES = "loss.divergence.sha256 of "  # in an identity, before a file's functio
 _READINGS = 4  # up to 4 epochs, text teaches as well as new text (arXiv:2305.16264)
 
 
-def prepare_all(config: Config, pair: Pair) -> RowSet:
+def prepare_all(config: Config, pair: Pair, begun: str = "") -> RowSet:
     """Returns the rows of a run: packed text, from the cache if it has them.
 
-    Raises `UserError` for a teacher with another chat template than the prompts'.
+    `begun` is the key of the rows that the run began with, if it has begun. Raises `UserError` for
+    a teacher with another chat template than the prompts'.
     """
-    rows = prepare(config.data, pair.tokenizer)
+    rows = prepare(config.data, pair.tokenizer, begun)
     if config.rollout.prompts and pair.teacher is not None:
         check_templates(config.rollout, pair.tokenizer, pair.teacher.tokenizer)
     return rows
 
 
-def prepare(data: DataConfig, tokenizer: Tokenizer) -> RowSet:
+def find_begun(workdir: Path) -> str:
+    """The key of the rows that the run in `workdir` began with; empty if none began there."""
+    with contextlib.suppress(ValueError, OSError):  # a damaged receipt is the receipt's concern
+        return ((read_receipt(workdir) or {}).get("data") or {}).get("rows", "")
+    return ""
+
+
+def prepare(data: DataConfig, tokenizer: Tokenizer, begun: str = "") -> RowSet:
     """Returns packed rows of the configured text, from the cache if it has them."""
     folder = Path(data.cache_dir).expanduser()
     with cluster.first_before_others("rows"):
-        rows = prepare_rows(row_settings(data, tokenizer), folder)
+        rows = prepare_rows(row_settings(data, tokenizer), folder, begun)
     for side in ("train", "heldout"):
         info = rows.info[side]
         counts = (f"{info[name]:,}" for name in ("rows", "tokens", "documents"))
         full = f"{info['fill']:.1%} full"
         _log.info("text, %s: %s rows, %s tokens of %s documents, %s", side, *counts, full)
+        _warn_of_long(side, info, data)
         warn_of_marks(side, info["marks"], tokenizer, data.parse_special)
     return rows
+
+
+def _warn_of_long(side: str, info: Mapping[str, Any], data: DataConfig) -> None:
+    """Warns of records that are longer than a row; rows of earlier versions have no count."""
+    if info.get("long"):
+        what, other = "left out", "data.long=cut keeps their ends"
+        if data.long == "cut":
+            what, other = "cut, their ends kept", "data.long=leave_out leaves them out"
+        _log.warning(
+            "text, %s: %s records are longer than a row of %s tokens and are %s, the first %s: %s, "
+            "a larger data.seq_len all of them",
+            *(side, f"{info['long']:,}", f"{data.seq_len + 1:,}", what, info["first_long"], other),
+        )
 
 
 def warn_of_readings(train: TrainConfig, own: int, rows: RowSet) -> None:
@@ -120,6 +142,7 @@ def row_settings(data: DataConfig, tokenizer: Tokenizer) -> RowSettings:
         end_of_document_id=end,
         max_segments=data.max_segments,
         parse_special=data.parse_special,
+        long=data.long,
     )
 
 
@@ -150,18 +173,18 @@ def name_hashes(files: Mapping[str, str]) -> dict[str, str]:
     return {f"{_FILES}{name_files(source)}": sha for source, sha in files.items()}
 
 
-def hash_text(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
-    """Hashes of the text and the prompts, from the files alone."""
-    rows = rows_key(row_settings(config.data, tokenizer))
+def hash_text(config: Config, tokenizer: Tokenizer, begun: str = "") -> dict[str, str]:
+    """Hashes of the text and the prompts, from the files alone; `begun` is as for `rows_key`."""
+    rows = rows_key(row_settings(config.data, tokenizer), begun=begun)
     if not config.rollout.prompts:
         return {"data.rows": rows}
     return {"data.rows": rows, "rollout.prompts": open_prompts(config, tokenizer).key}
 
 
-def hash_contents(config: Config) -> dict[str, Any]:
+def hash_contents(config: Config, begun: str = "") -> dict[str, Any]:
     """Hashes the contents that `identify` needs, from the files alone; loads nothing."""
     pair = open_pair(config)
-    contents: dict[str, Any] = hash_text(config, pair.tokenizer)
+    contents: dict[str, Any] = hash_text(config, pair.tokenizer, begun)
     if config.teacher.cache:
         caches = split_caches(config.teacher.cache)
         contents["teacher.cache"] = join_hashes(
@@ -180,7 +203,7 @@ def check_finished(config: Config, workdir: Path, user_code: UserCode = NO_CODE)
     """
     saved = saved_run(workdir, saved_steps(workdir)[-1])["identity"]
     try:
-        current = identify(config, hash_contents(config))
+        current = identify(config, hash_contents(config, saved.get("data.rows", "")))
     except MissingFileError:
         then, now = flatten((read_receipt(workdir) or {}).get("config", {})), flatten(config)
         if not then:

@@ -49,6 +49,7 @@ from kdjax.training.forms import form_of
 from kdjax.training.identity import check_same_run, describe_cache, identify
 from kdjax.training.inputs import (
     check_texts,
+    find_begun,
     hash_divergence,
     hash_imatrix,
     hash_models,
@@ -262,7 +263,7 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     _warn_of_others(plan, placement)
     with timing("text"):
-        rows = prepare_all(config, pair)
+        rows = prepare_all(config, pair, find_begun(workdir))
     warn_of_readings(config.train, count_own_rows(config), rows)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(hash_models, pair)

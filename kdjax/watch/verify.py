@@ -142,7 +142,8 @@ class _Recheck:
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
         """Hashes of the identity's text and prompts, from today's files."""
-        return hash_text(self.config, open_student(self.config).tokenizer)
+        begun = self.receipt["data"]["rows"]
+        return hash_text(self.config, open_student(self.config).tokenizer, begun)
 
     def end(self) -> str:
         if self.receipt["status"] == "running":
