@@ -138,7 +138,8 @@ def test_token_texts_that_do_not_spell_the_answer_are_refused(models):
         (answer,) = read_answers(line, "a:1", tok)
         place = line.get("response", line)
         choice = place if name == "llama.cpp" else place["choices"][0]
-        choice["text"] = tok.decode(answer.ids[answer.start :].tolist())
+        written = [i for i in answer.ids[answer.start :].tolist() if i not in tok.stop_ids]
+        choice["text"] = tok.decode(written)  # a server's text has no end
         assert len(list(read_answers(line, "a:1", tok))) == 1
         choice["text"] = "another"
         if refused:
