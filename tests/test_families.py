@@ -333,7 +333,7 @@ def test_what_llama_cpp_does_not_compute_of_an_olmo_is_refused(tokenizer, tmp_pa
     for spec, message in (
         (dataclasses.replace(model.spec, layers=near), "rope_theta 7000 in layers with a window"),
         (dataclasses.replace(model.spec, layers=layers[1:]), "other layers than all but every 4th"),
-        (biased, "olmo3 model with attention_bias; expected none"),
+        (biased, r"olmo3 model with attention_bias \(on q, k, v, o\); expected none"),
     ):
         with pytest.raises(UserError, match=message):
             gguf_entries(spec)
