@@ -404,7 +404,8 @@ def _pick_character(text: str) -> str:
 def _replace_texts(message: _Message, character: str) -> _Message:
     """The message with a character in place of each text."""
     names = ("content", "reasoning_content", "thinking", "reasoning")
-    texts = {name: character for name in names if isinstance(message.get(name), str)}
+    held = [name for name in names if isinstance(message.get(name), str)]
+    texts: _Message = dict.fromkeys(held, character)
     if calls := message.get("tool_calls"):
         texts["tool_calls"] = [_replace_arguments(call, character) for call in calls]
     return message | texts
