@@ -380,7 +380,8 @@ def test_a_state_is_shown_in_one_line_and_in_a_short_table():
     assert re.fullmatch(f"<kdjax.TrainState step: 0, {parts}>", repr(state))
     table = state._repr_html_()
     assert table.count("<tr>") == 3 and len(table) < 800 and "TrainState" in table
-    formed = step.FormedState(jnp.int32(4), state.params, (), kept={"scales": jnp.ones(3)})
+    params = jax.tree.map(jnp.copy, state.params)  # donated below; the state is shared by tests
+    formed = step.FormedState(jnp.int32(4), params, (), kept={"scales": jnp.ones(3)})
     assert repr(formed).startswith("<kdjax.FormedState step: 4, ")
     assert repr(formed).endswith("opt_state: no arrays, kept: 1 arrays, float32, 1.2e-08 GB>")
     shown = []
