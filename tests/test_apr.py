@@ -320,6 +320,7 @@ def test_a_config_beside_the_file_fills_and_wins(tmp_path):
         "hidden_size": 8,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "intermediate_size": 16,
         "max_position_embeddings": 64,
         "vocab_size": 30,
