@@ -359,7 +359,12 @@ def test_the_bench_leaves_the_lattice_and_compares_at_equal_bytes(models, text, 
     sizes = "seq-len=32 batch-size=2 cost-rows=2 heldout-rows=4 imatrix-rows=8 hessian-rows=8"
     sizes += " chunk-tokens=64 compute=float32 reference-steps=2 recipes=q5_0 hessians=q5_0"
     flags = [f"--{flag}" for flag in f"{sizes} train=q5_0:1 start=columns files".split()]
+    held = tmp_path / "held"
+    held.mkdir()
+    for number in range(8):
+        (held / f"{number}.txt").write_text(f"of the {number}th document a part " * 20)
     where = [f"--model={models}/student.gguf", f"--text={text}", f"--out={out}"]
+    where.append(f"--heldout={held}")
     assert mixtures.main([*where, *flags]) == 0
     lines = (out / "results.jsonl").read_text()
     rows = {row["name"]: row for row in map(json.loads, lines.splitlines())}
