@@ -13,9 +13,9 @@ from quick import cases
 from tokenizers import Tokenizer as Encoder
 from tokenizers import normalizers
 
-import kdjax
+from kdjax import demo
 from kdjax.evaluation import table
-from kdjax.evaluation.health import detectors, examine, forms
+from kdjax.evaluation.health import detectors, examine, forms, probes
 from kdjax.evaluation.health.detectors import LogitStats
 from kdjax.evaluation.health.weights import matrix_stats
 from kdjax.evaluation.target import open_target
@@ -69,7 +69,7 @@ def bigram(random_model, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("bigram")
     table, tokenizer = open_table(random_model), load_tokenizer(random_model)
-    ids = np.asarray(tokenizer.encode(examine.probes.TEXT))
+    ids = np.asarray(tokenizer.encode(probes.TEXT))
     rows, width = table.info("token_embd.weight").shape
     rng = np.random.default_rng(0)
     code = rng.standard_normal((rows, width)).astype(np.float32)
@@ -177,7 +177,7 @@ def test_some_faults_are_seen_by_one_detector_alone(
 def test_a_model_that_knows_only_how_common_tokens_are_is_found(bigram, mesh, tmp_path):
     """Whatever stands before: no guess, no chance, and nothing else says it."""
     head = np.asarray(decode(open_table(bigram).raw("output.weight"), "F32"))
-    ids = load_tokenizer(bigram).encode(examine.probes.TEXT)
+    ids = load_tokenizer(bigram).encode(probes.TEXT)
     wanted = np.log(np.bincount(ids, minlength=len(head)) + 0.3)
     row = np.linalg.lstsq(head, wanted - wanted.mean(), rcond=None)[0]
     size = np.sqrt(np.mean(row**2))
@@ -207,7 +207,7 @@ def test_broken_headers_are_found(bigram, mesh, tmp_path, metadata, detector, ev
 def test_tokens_in_another_order_are_found(bigram, mesh, tmp_path):
     """A tokenizer of the same size whose ids mean something else."""
     tokens = list(open_table(bigram).metadata["tokenizer.ggml.tokens"])
-    used = sorted(set(load_tokenizer(bigram).encode(examine.probes.TEXT)))
+    used = sorted(set(load_tokenizer(bigram).encode(probes.TEXT)))
     for new, old in zip(used, [tokens[i] for i in reversed(used)], strict=True):
         tokens[new] = old
     path = altered(bigram, tmp_path / "x.gguf", metadata={"tokenizer.ggml.tokens": tokens})
@@ -272,7 +272,7 @@ def test_the_rope_probe_runs_the_model_with_the_other_theta(bigram, mesh):
 
 def test_logit_stats_against_numpy(random_model, mesh):
     opened = open_target(f"{random_model}@dense:float32")
-    ids, real = examine.probes.probe_ids(opened.checkpoint)[:70], 300
+    ids, real = probes.probe_ids(opened.checkpoint)[:70], 300
     provider = opened.load(mesh)
     tokens = np.asarray([ids[:-1]], np.int32)
     places = np.arange(len(ids) - 1, dtype=np.int32)[None]
@@ -383,8 +383,20 @@ def test_rows_in_another_order_are_named_so():
     assert detectors.rope_layout(3.35, 151665, lambda order: 3.2) is None
 
 
+def test_a_model_of_simple_stories_is_asked_for_a_story(mesh):
+    """The demo's teacher is near a guess at Python, which nobody taught it."""
+    model = open_target(f"{demo.TEACHER}@dense:float32").load(mesh)
+    assert model.checkpoint is not None
+    found, facts = examine.of_logits(model)
+    assert found == [] and facts["text"] == "a simple story" and facts["ce"] < 2
+    stats, _ = examine.logit_stats(
+        model.functions, model.params, probes.probe_ids(model.checkpoint), model.real_vocab
+    )
+    assert detectors.near_chance(stats.ce, stats.vocabulary, "code") is not None
+
+
 @pytest.mark.slow
-def test_the_demo_teacher_with_its_heads_reordered(mesh, tmp_path):
+def test_a_learned_model_with_its_heads_reordered(mesh, tmp_path):
     """A model that uses its positions: the finding is of the order of rows, and not of theta."""
     assert findings(TEACHER, mesh) == {}
 
@@ -464,7 +476,7 @@ def test_weights_that_stayed_as_they_began_are_found(mesh, bigram, init):
     assert detectors.unchanged_weights(changed(), 10) is None
 
 
-TEACHER = Path(kdjax.__file__).parent / "demo" / "teacher.gguf"
+TEACHER = Path(__file__).parent / "goldens" / "python.gguf"  # what damage costs: it reads Python
 
 
 def half_the_heads(name, rows):
@@ -539,9 +551,9 @@ def test_a_guess_worse_than_chance_is_named_on_any_text(mesh):
     found = detectors.near_chance(12.0, 151665, "mail", 1.0)
     assert found == "12.00 nats a token of mail, a uniform guess has 11.93"
     assert detectors.near_chance(11.9, 151665, "mail", 1.0) is None  # Greek to a small model
-    figures = {name: {"overall": {"ce": ce}} for name, ce in (("a", 7.5), ("b", 7.7))}
+    figures = {name: {"overall": {"ce": ce}} for name, ce in (("a", 8.2), ("b", 8.4))}
     found, bit = examine.of_figures(figures, open_target(str(TEACHER)), None, mesh)
-    assert [f.evidence for f in found] == ["7.70 nats a token of b, a uniform guess has 7.60"]
+    assert [f.evidence for f in found] == ["8.40 nats a token of b, a uniform guess has 8.29"]
     assert bit is None
 
 
@@ -557,9 +569,7 @@ def test_a_form_of_the_teacher_may_cost_some_bits_and_no_more():
 
 
 def test_a_form_is_told_from_a_student_and_from_a_model_trained_apart(bigram, deep, tmp_path):
-    teacher, student = (
-        open_checkpoint(TEACHER.with_name(f"{n}.gguf")) for n in ("teacher", "student")
-    )
+    teacher, student = (open_checkpoint(path) for path in (demo.TEACHER, demo.STUDENT))
     assert not forms.is_form_of(student, teacher)
     one = open_checkpoint(deep)
     scaled = altered(deep, tmp_path / "scaled.gguf", lambda x: 4 * x, "token")
@@ -578,7 +588,7 @@ def test_what_only_a_teacher_tells(monkeypatch, tmp_path, capsys, damage):
 
     monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
     rewritten(open_table(TEACHER), tmp_path / "x.gguf", "Q4_0", **DAMAGE.get(damage, {}))
-    (tmp_path / "text.py").write_text(examine.probes.TEXT * 4)
+    (tmp_path / "text.py").write_text(probes.TEXT * 4)
     flags = [f"--json={tmp_path / 'out.json'}", f"--data=code={tmp_path / 'text.py'}", "--rows=2"]
     flags += ["--seq-len=256", f"--teacher={TEACHER}@dense:float32"]
     evaluate.main([f"{tmp_path / 'x.gguf'}@dense:float32", *flags])
@@ -595,9 +605,9 @@ def test_what_only_a_teacher_tells(monkeypatch, tmp_path, capsys, damage):
 
 @pytest.mark.parametrize(("ce", "weak"), [(1.2, False), (3.5, True)])
 def test_no_finding_is_said_beside_chance(ce, weak):
-    probe = {"ce": ce, "vocabulary": 151665}
+    probe = {"ce": ce, "text": "a simple story", "vocabulary": 151665}
     lines = table.text({"target": "x", "mode": "inference", "broken": [], "probe": probe})
-    wanted = f"{ce:.2f} nats a token of plain English and Python, a uniform guess has 11.93; not"
+    wanted = f"{ce:.2f} nats a token of a simple story, a uniform guess has 11.93; not"
     assert wanted in lines and ("weak: " in lines) == weak and ("--teacher" in lines) == weak
 
 
@@ -622,7 +632,7 @@ def test_non_finite_figures_suppress_what_cannot_be_said():
     assert detectors.non_finite_logits(broken) is not None
     for other in (detectors.uniform_logits, detectors.constant_logits, detectors.sure_and_wrong):
         assert other(broken) is None
-    assert detectors.near_chance(broken.ce, broken.vocabulary) is None
+    assert detectors.near_chance(broken.ce, broken.vocabulary, "x") is None
 
 
 def test_every_detector_has_a_broken_model_and_a_line_of_the_page():

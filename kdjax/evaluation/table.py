@@ -146,10 +146,7 @@ def describe_benchmark(name: str, found: dict[str, Any]) -> list[str]:
 def _say_health(probe: dict[str, Any]) -> str:
     """Says, for a model without findings, how far from chance it is."""
     chance = math.log(probe["vocabulary"])
-    beside = (
-        f"{probe['ce']:.2f} nats a token of plain English and Python, a uniform guess has "
-        f"{chance:.2f}"
-    )
+    beside = f"{probe['ce']:.2f} nats a token of {probe['text']}, a uniform guess has {chance:.2f}"
     if probe["ce"] < WEAK * chance:
         return f"{beside}; not found broken"
     return (

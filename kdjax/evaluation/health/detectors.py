@@ -227,9 +227,7 @@ def constant_logits(stats: LogitStats) -> str | None:
     return f"predictions hold {max(information, 0):.4f} nats of the context"
 
 
-def near_chance(
-    ce: float, vocabulary: int, text: str = "English and Python", share: float = CHANCE
-) -> str | None:
+def near_chance(ce: float, vocabulary: int, text: str, share: float = CHANCE) -> str | None:
     """CE near a uniform guess's: another model's tokenizer, tensors in the wrong place, or no
     training. `ce` is in nats a token; `share` is the limit as a share of the guess's."""
     chance = math.log(vocabulary)

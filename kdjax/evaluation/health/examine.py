@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -199,6 +200,25 @@ class _Variants:
         return ces
 
 
+def _best_known(model: Model) -> tuple[str, list[int], LogitStats, np.ndarray]:
+    """The probe text that the model knows best: name, ids, figures and CEs.
+
+    The others are tried if it is weak at the first: a model that was taught simple English alone
+    is healthy.
+    """
+    assert model.checkpoint is not None
+    tried = []
+    for name, text in probes.TEXTS.items():
+        ids = probes.probe_ids(model.checkpoint, text)
+        tried.append(
+            (name, ids, *logit_stats(model.functions, model.params, ids, model.real_vocab))
+        )
+        stats = tried[-1][2]
+        if stats.non_finite or stats.ce < detectors.WEAK * math.log(stats.vocabulary):
+            break
+    return min(tried, key=lambda one: (one[2].non_finite == 0, one[2].ce))
+
+
 def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
     """Examines a loaded checkpoint's predictions of plain text; findings and figures.
 
@@ -206,15 +226,15 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
     """
     decoder = model.functions
     assert model.checkpoint is not None and isinstance(decoder, DecoderFunctions)
-    ids, spec = probes.probe_ids(model.checkpoint), model.checkpoint.spec
+    spec = model.checkpoint.spec
     with model.precision():
-        stats, ces = logit_stats(model.functions, model.params, ids, model.real_vocab)
+        text, ids, stats, ces = _best_known(model)
         findings = ask(
             (detectors.non_finite_logits, stats),
             (detectors.uniform_logits, stats),
             (detectors.constant_logits, stats),
         )
-        facts: dict[str, Any] = dataclasses.asdict(stats)
+        facts: dict[str, Any] = {"text": text} | dataclasses.asdict(stats)
         # An order matters only to weights that predict something. Delta nets, and queries with
         # gates, order rows differently.
         if findings or spec.delta_value_heads:
@@ -223,7 +243,7 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
         others = _Variants(model, decoder, ids, facts)
         about = stats.ce, stats.vocabulary
         findings = ask(
-            (detectors.near_chance, *about),
+            (detectors.near_chance, *about, text),
             (detectors.sure_and_wrong, stats),
             (detectors.rope_layout, *about, others.ce_in_order),
             (detectors.gate_order, *about, others.ce_of_gates),

@@ -1,4 +1,4 @@
-"""Text and questions that every language model for code can continue."""
+"""Texts and questions that a language model can continue: of code, or of simple English."""
 
 from kdjax.models.checkpoint import Checkpoint
 
@@ -68,6 +68,18 @@ def main(path):
         print(f"{name}: mean {mean(values):.3f}, deviation {standard_deviation(values):.3f}")
 '''
 
+# A paragraph, as those that small models are taught; more would be longer than what they read.
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play in the garden with "
+    "her dog, Max. One day, Max ran away and Lily was very sad. She looked under the bed and in "
+    'the box, but she could not find him. Her mom said, "Do not worry, Lily. We will find '
+    'him together." They walked to the park and saw a big dog. The dog was playing with Max. Lily '
+    "was so happy to see her friend again. They had a big hug and they all went home. From "
+    "that day on, Lily and Max were best friends."
+)
+
+TEXTS = {"plain English and Python": TEXT, "a simple story": STORY}
+
 QUESTIONS = (
     "What is the capital of France? Answer in one sentence.",
     "Write a Python function that returns the sum of a list of numbers.",
@@ -83,8 +95,8 @@ BEGINNINGS = (
 ANSWER_TOKENS = 64
 
 
-def probe_ids(checkpoint: Checkpoint) -> list[int]:
-    """The probe text in the model's tokens, cut to its context."""
+def probe_ids(checkpoint: Checkpoint, text: str = TEXT) -> list[int]:
+    """A probe text in the model's tokens, cut to its context."""
     spec = checkpoint.spec
-    ids = [i for i in checkpoint.tokenizer.encode(TEXT) if i < spec.vocab_size]
+    ids = [i for i in checkpoint.tokenizer.encode(text) if i < spec.vocab_size]
     return ids[: min(TOKENS, spec.max_positions)]
