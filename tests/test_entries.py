@@ -178,7 +178,8 @@ def test_an_entry_that_changes_is_computed_or_refused(case, tmp_path):
         found = compare(folder, runs, tokens)
         if isinstance(found, str):
             # Two entries that contradict each other are named by either's name.
-            named = is_named(place, found) or re.search("layer_types|no_rope_layers", found)
+            others = "layer_types|no_rope_layers|rotary parameters"
+            named = is_named(place, found) or re.search(others, found)
             assert place and named, (place, found)
         else:
             assert found is None or found < 1e-4, (place, entries, found)

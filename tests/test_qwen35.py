@@ -219,8 +219,8 @@ def test_blocks_that_draft_are_left_out(path, model, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"rope__dimension_sections": [0, 2, 2, 0]}, "rope sections"),
-        ({"rope__dimension_sections": [0, 0, 0, 16]}, "rope sections"),
+        ({"rope__dimension_sections": [0, 2, 2, 0]}, "rope.dimension_sections = "),
+        ({"rope__dimension_sections": [0, 0, 0, 16]}, "rope.dimension_sections = "),
         ({"ssm__time_step_rank": 5}, "5 value heads for 2 key heads"),
         ({"ssm__group_count": None}, "ssm.group_count"),
         ({"attention__gate_kind": 3}, "attention.gate_kind"),

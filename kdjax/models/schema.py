@@ -661,13 +661,14 @@ def _check_full_interval(spec: ArchSpec, _: Family) -> None:
         )
 
 
-def _read_value_heads(entry: str) -> Read:
+def _read_value_heads(entry: str, of_keys: str) -> Read:
     def read(header: Header) -> int:
         heads, groups = header.count(entry), header.fields["delta_key_heads"]
         if heads % groups:
             raise UserError(
-                f"{header.path}: found {heads} value heads for {groups} key heads in delta layers; "
-                "expected a multiple of the key heads. Download the file again."
+                f"{header.path}: found {heads} value heads for {groups} key heads in delta layers "
+                f"({entry}, {of_keys}); expected a multiple of the key heads. Download the file "
+                "again."
             )
         return heads
 
@@ -693,14 +694,14 @@ def _read_sections(header: Header) -> tuple[int, ...]:
     The axes alternate, column by column, as far as their sections reach (llama.cpp's IMROPE). A
     text has one position for time, height and width; a pair in no section would not rotate.
     """
-    name = "rope.dimension_sections"
-    found = header.get(name) if header.arch else header.ropes[0].get("mrope_section")
+    name = "rope.dimension_sections" if header.arch else "mrope_section"
+    found = header.get(name) if header.arch else header.ropes[0].get(name)
     sections = tuple(SECTIONS if found is None else found)
     sections = (*map(int, sections), *(0,) * (4 - len(sections)))
     whole = min(sum(sections), header.fields["columns"] // 2)
     if len(sections) != 4 or not all(i < 3 * sections[i % 3] for i in range(max(whole, 1))):
         raise UserError(
-            f"{header.path}: found rope sections {list(sections)}; expected time, height and width "
+            f"{header.path}: found {name} = {list(sections)}; expected time, height and width "
             f"to share all columns, as {list(SECTIONS)} do. Use a checkpoint of a text model."
         )
     return sections
@@ -966,8 +967,8 @@ OWN = {
             "delta_value_heads",
             "linear_num_value_heads",
             "ssm.time_step_rank",
-            read_hf=_read_value_heads("linear_num_value_heads"),
-            read_gguf=_read_value_heads("ssm.time_step_rank"),
+            read_hf=_read_value_heads("linear_num_value_heads", "linear_num_key_heads"),
+            read_gguf=_read_value_heads("ssm.time_step_rank", "ssm.group_count"),
         ),
         _count("delta_key_dim", "linear_key_head_dim", "ssm.state_size", _only_hf(128)),
         FieldRow(
