@@ -31,14 +31,12 @@ from kdjax.models.delta import (
     read_states,
 )
 from kdjax.models.experts import choose_experts, mix_experts, mix_experts_by_tiles, route_rows
-from kdjax.models.kernels import norms
 from kdjax.models.kernels.delta_rule import states_fit
 from kdjax.models.ropes import rope_frequencies
 from kdjax.models.shards import gather_shards
 from kdjax.models.weights import (
     Float8Rows,
     Scaled,
-    Weight,
     decode_weight,
     from_bits,
     gate_rows,
@@ -130,13 +128,6 @@ class RMSNorm(nnx.Module):
         weight = from_bits(self.weight[...])
         return 1 + weight.astype(jnp.float32) if self.offset else weight.astype(dtype)
 
-    def normalize_for(self, x: Float[Array, "N D"], weight: Weight) -> Array | Float8Rows:
-        """The norm of x in the form that products with `weight` take: float8 by a kernel."""
-        if isinstance(weight, Scaled) and weight.kernels:
-            norm = self._factor(x.dtype), self.eps
-            return Float8Rows(*norms.round_rows(x, norm), x.dtype)
-        return self(x)
-
 
 def rotate(x: Float[Array, "B T H D"], cos: Array, sin: Array) -> Float[Array, "B T H D"]:
     """Rotary embedding of the pairs (i, i + R/2) of the first R columns; other columns stay.
@@ -172,13 +163,8 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = norm(spec.num_heads), norm(spec.num_kv_heads)
         self.head_dim, self.gated, self.placement = hd, spec.gated, compute.placement
 
-    @property
-    def entry(self) -> Weight:
-        """Weight that rows are multiplied with first."""
-        return self.q.weight.get_value()
-
     def __call__(
-        self, rows: Array | Float8Rows, lead: tuple[int, ...], turn: Turn, mix: Mix
+        self, rows: Array, lead: tuple[int, ...], turn: Turn, mix: Mix
     ) -> tuple[Array, Any]:
         """Attends for rows `[B T, width]`, `lead` being (B, T); returns also what `mix` passes."""
         linears = self.q, self.k, self.v
@@ -236,12 +222,7 @@ class DeltaNet(nnx.Module):
         self.out = Linear(heads * width, d, False, dtype, rngs)
         self.spec, self.placement = spec, compute.placement
 
-    @property
-    def entry(self) -> Weight:
-        """Weight that rows are multiplied with first."""
-        return self.qkv.weight.get_value()
-
-    def __call__(self, rows: Array | Float8Rows, lead: tuple[int, ...], recall: Recall) -> Any:
+    def __call__(self, rows: Array, lead: tuple[int, ...], recall: Recall) -> Any:
         """Mixes rows `[B T, width]`, `lead` being (B, T); returns also what `recall` passes on."""
         linears = self.qkv, self.gate, self.alpha, self.beta
         weights = [linear.weight.get_value() for linear in linears]
@@ -268,12 +249,7 @@ class MLP(nnx.Module):
         self.down = Linear(size, spec.hidden_size, False, dtype, rngs)
         self.activation, self.placement = spec.activation, compute.placement
 
-    @property
-    def entry(self) -> Weight:
-        """Weight that rows are multiplied with first."""
-        return self.gate.weight.get_value()
-
-    def __call__(self, rows: Array | Float8Rows) -> Array:
+    def __call__(self, rows: Array) -> Array:
         """Applies the layer to rows `[N, width]`."""
         activation = ACTIVATIONS[self.activation]
         gate, up = (linear.weight.get_value() for linear in (self.gate, self.up))
@@ -305,14 +281,8 @@ class Experts(nnx.Module):
         self.shared_gate = gate() if spec.shared_size else None  # float32, as the router is
         self.spec, self.placement = spec, compute.placement
 
-    @property
-    def entry(self) -> Weight:
-        """Weight that rows are multiplied with first."""
-        return self.router.weight.get_value()
-
-    def __call__(self, rows: Array | Float8Rows) -> Array:
+    def __call__(self, rows: Array) -> Array:
         """Applies the layer to rows `[N, width]`."""
-        assert not isinstance(rows, Float8Rows)
         spec, router = self.spec, self.router.weight.get_value()
         choice = choose_experts(rows, router, spec.experts_used, spec.norm_experts)
         gate, up, down = (weight.get_value() for weight in (self.gate, self.up, self.down))
@@ -356,7 +326,7 @@ class Block(nnx.Module):
         mixer = self.attn if self.delta is None else self.delta
         assert mixer is not None
         if self.attn_norm is not None:
-            normal = self.attn_norm.normalize_for(rows, mixer.entry)
+            normal = self.attn_norm(rows)
         if isinstance(mixer, DeltaNet):
             mixed, kept = mixer(normal, x.shape[:-1], recall)
         else:
@@ -365,7 +335,7 @@ class Block(nnx.Module):
             mixed = self.attn_post_norm(mixed)
         rows = normal = rows + _scale(mixed, self.residual_scale)
         if self.mlp_norm is not None:
-            normal = self.mlp_norm.normalize_for(rows, self.mlp.entry)
+            normal = self.mlp_norm(rows)
         widened = self.mlp(normal)
         if self.mlp_post_norm is not None:
             widened = self.mlp_post_norm(widened)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kdjax.device.placement import Placement
 from kdjax.formats.blocks import decode_fields
-from kdjax.models.kernels import norms, swiglu
+from kdjax.models.kernels import swiglu
 from kdjax.models.kernels.common import EXCLUDED, FP8, fp8_scales
 from kdjax.models.shards import Shard, gather_shards
 
@@ -154,7 +154,7 @@ class Scaled:
 
     values: Any  # float8_e4m3fn [..., out, in], or its bits
     scale: Any  # float32 [..., out]
-    # Whether activations are rounded by `models.kernels`, as `Placement.kernels` says.
+    # Whether a gated product is rounded by a kernel, as `Placement.kernels` says.
     kernels: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def decode(self) -> Float32[Array, "*lead out in"]:
@@ -179,8 +179,7 @@ class Scaled:
         """x `[N, D]` rounded to float8, with a scale a row, unless it is already."""
         if isinstance(x, Float8Rows):
             return x
-        round_rows = norms.round_rows if self.kernels else quantize_rows
-        return Float8Rows(*round_rows(x), x.dtype)
+        return Float8Rows(*quantize_rows(x), x.dtype)
 
     def unscaled(self, x: "Float8Rows", out: DTypeLike | None = None) -> Float[Array, "N F"]:
         """The product of the float8 numbers, without scales."""

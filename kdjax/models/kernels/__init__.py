@@ -7,8 +7,6 @@ kernel                    equation                         inputs               
 softmax
   softmax_sums            sum e^x, e^(x/T), e^y (y - x/T)  logits [B, V]            losses.kd
   sum_blocks              sum e^x, e^(x/T) of each block   logits [B, V]            decoding
-norms
-  round_rows              448 x / max |x| as float8        x [N, D]                 weights
 swiglu
   gate_and_round          silu(g) u as float8              g, u [N, F]              weights
 cached_attention
