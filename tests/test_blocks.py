@@ -220,6 +220,26 @@ def test_iq3_s_by_hand():
     assert got[-1] < 0 < got[-2] and got[-1] % 14 == 0
 
 
+def test_iq1_m_by_hand():
+    block = np.zeros(56, np.uint8)
+    block[49::2] = (0x00, 0x00, 0x80, 0x30)  # 0x3800, a nibble in each word: 0.5
+    block[55] |= 0b1110  # scale of the last 16: 7, so that the factor is 15
+    block[30], block[47] = 1, 0x08  # entry 1 of 2,048, moved down
+    got = np.asarray(DECODE(block, "IQ1_M"))
+    assert got[:8].tolist() == [0.5 * (-1 + 0.125)] * 8
+    assert got[240:248].tolist() == [7.5 * (x - 0.125) for x in (1, *[-1] * 7)]
+
+
+def test_iq2_xxs_by_hand():
+    block = np.zeros(66, np.uint8)
+    block[0:2] = np.array([8.0], np.float16).view(np.uint8)
+    block[58] = 1  # the last 32: the first entry has 43 in front
+    block[62:66] = np.array([3 << 28 | 0b1], "<u4").view(np.uint8)  # first and eighth below 0
+    got = np.asarray(DECODE(block, "IQ2_XXS"))
+    assert got[:8].tolist() == [8 * 0.5 * 0.25 * 8] * 8
+    assert got[224:232].tolist() == [-7 * 43, *[7 * 8] * 6, -7 * 8]
+
+
 def test_q1_0_and_q2_0_by_hand():
     block = np.zeros(18, np.uint8)
     block[0:2] = np.array([0.5], np.float16).view(np.uint8)
@@ -235,9 +255,9 @@ def test_errors_say_what_fits():
     with pytest.raises(UserError, match=r"rows of 896 elements stored as Q4_K.*256.*Q8_0"):
         row_bytes("Q4_K", 896)
     with pytest.raises(
-        UserError, match=r"'IQ1_S'.*expected one of F32, F16, .*, MXFP4, NVFP4, Q1_0, Q2_0, TQ1_0"
+        UserError, match=r"'Q8_1'.*expected one of F32, F16, .*, MXFP4, NVFP4, Q1_0, Q2_0, TQ1_0"
     ):
-        row_bytes("IQ1_S", 256)
+        row_bytes("Q8_1", 256)
     with pytest.raises(UserError, match=r"rows of 145 bytes stored as Q4_K.*multiple of 144"):
         decode(np.zeros((2, 145), np.uint8), "Q4_K")
     with pytest.raises(UserError, match=r"'Q4_1' to write.*F32, F16, BF16, .*Q8_0, .*MXFP4"):

@@ -300,8 +300,8 @@ BROKEN = {
         "the tensors 'a' and 'b' in the same bytes, from 128 on",
     ),
     "block type": (
-        header([entry("blk.0.w", kind=29)]),
-        "block type 29 (IQ1_M) in tensor 'blk.0.w'; expected one of F32, F16, BF16, Q4_0",
+        header([entry("blk.0.w", kind=9)]),
+        "block type 9 (Q8_1) in tensor 'blk.0.w'; expected one of F32, F16, BF16, Q4_0",
     ),
     "new block type": (header([entry(kind=999)]), "found block type 999 in tensor 't'"),
     "partial block": (header([entry(shape=(100,), kind=12)]), "tensor 't': found rows of 100"),

@@ -55,9 +55,9 @@ def logits(teacher, seed=0, rows=2, length=16):
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
-    """Random teachers of 3 and 9 layers whose value and down projections mix Q4_K and Q6_K."""
+    """Random teachers of 4 and 9 layers whose value and down projections mix Q4_K and Q6_K."""
     folder, paths = tmp_path_factory.mktemp("deep"), {}
-    for layers in (3, 9):
+    for layers in (4, 9):
         shape = QWEN25_SHAPES["tiny-teacher"]._replace(layers=layers)
         paths[layers] = folder / f"{layers}.gguf"
         write_random_gguf(paths[layers], shape)
@@ -113,10 +113,10 @@ def test_packed_gives_the_numbers_of_dense_bit_for_bit(models, deep, tmp_path, k
     path = deep[9]
     if kind == "llama":
         path = tmp_path / "llama.gguf"
-        as_llama(deep[3], path)
+        as_llama(deep[4], path)
     elif kind == "dynamic":
         path = tmp_path / "dynamic.gguf"
-        as_dynamic(deep[3], path)
+        as_dynamic(deep[4], path)
         used = {open_table(path).info(name).dtype for name in open_table(path)}
         assert used == {name for name, block in BLOCKS.items() if block.elements > 1} | {"F32"}
     elif kind != "mixed":
@@ -169,19 +169,19 @@ def test_nothing_is_hoisted_out_of_the_layer_scan(deep):
         rows = [jnp.ones((1, 16), jnp.int32)] * 3
         compiled = jax.jit(teacher.functions.hidden).lower(teacher.params, *rows).compile()
         temporaries[layers] = compiled.memory_analysis().temp_size_in_bytes
-    spec = spec_from_table(open_table(deep[3]))
+    spec = spec_from_table(open_table(deep[4]))
     layer = (count_parameters(spec) - 2 * spec.vocab_size * spec.hidden_size) / spec.num_layers
-    assert temporaries[3] > layer  # one decoded layer is there
-    assert temporaries[9] - temporaries[3] < 0.1 * layer
+    assert temporaries[4] > layer  # one decoded layer is there
+    assert temporaries[9] - temporaries[4] < 0.1 * layer
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "dynamic"])
 def test_packed_on_a_mesh_equals_one_device(deep, tmp_path, kind):
-    path = deep[3]
+    path = deep[4]
     if kind == "dynamic":
         path = tmp_path / "dynamic.gguf"
-        as_dynamic(deep[3], path)
+        as_dynamic(deep[4], path)
     alone = logits(model(path, "packed"), rows=4)
     mesh = sharding.make_mesh(2, 2, 2)
     spread = model(path, "packed", mesh=mesh)
@@ -381,7 +381,7 @@ def test_generate_takes_the_tokenizer_that_the_message_asks_for(models, tmp_path
 @pytest.mark.slow
 def test_every_block_type_stays_in_its_blocks():
     """The bytes of a packed matrix are those of its file, and its numbers the decoded ones."""
-    assert len(BLOCKS) == 23
+    assert len(BLOCKS) == 28
     rng = np.random.default_rng(0)
     for name, block in BLOCKS.items():
         raw = rng.integers(0, 60, (4, 3 * block.nbytes), dtype=np.uint8)

@@ -234,23 +234,88 @@ def _iq4_xs(d: Array, high: Array, scales: Array, low: Array) -> Array:
 
 
 def _signed(factors: Array, entries: Array, signs: Array) -> Array:
-    """Eight factors `[..., 8]` for 64 entries of four numbers, below 0 where a sign's bit is set.
+    """Factors `[..., n]` of equal shares of 256 numbers, below 0 where a sign's bit is set.
 
     Byte j of the signs, uint8 `[..., 32]`, holds in bit i the sign of number 8 j + i.
     """
-    lead = factors.shape[:-1]
-    minus = _bits(signs, range(8), 1).astype(jnp.float32)
-    x = entries.reshape(*lead, 8, 32) * (1 - 2 * minus).reshape(*lead, 8, 32)
-    return (factors[..., None] * x).reshape(*lead, 256)
+    minus = _shape(_flatten(_bits(signs, range(8), 1)), factors.shape[-1], -1)
+    x = entries.reshape(minus.shape) * (1 - 2 * minus.astype(jnp.float32))
+    return _flatten(factors[..., None] * x)
+
+
+def _eighth_signs(seven: Array) -> Array:
+    """Integers of seven signs to uint8 of eight: minus signs are even in number."""
+    seven = seven.astype(jnp.uint8)
+    return seven | (lax.population_count(seven) & 1) << 7
+
+
+def _words(data: Array) -> Array:
+    """uint8 `[..., 4n]` to little-endian words, uint32 `[..., n]`."""
+    return lax.bitcast_convert_type(_shape(data, -1, 4), jnp.uint32)
+
+
+def _half_words(data: Array) -> Array:
+    """uint8 `[..., 2n]` to little-endian words, uint16 `[..., n]`."""
+    return lax.bitcast_convert_type(_shape(data, -1, 2), jnp.uint16)
+
+
+def _word_factors(d: Array, words: Array, unit: float) -> tuple[Array, Array]:
+    """Factor of 32 numbers and signs of each eight, from words of 4 + 4 * 7 bits."""
+    factors = _f16(d) * ((words >> 28).astype(jnp.float32) + 0.5) * unit
+    return factors, _flatten(_eighth_signs(_bits(words, range(0, 28, 7), 127)))
+
+
+def _half_factors(d: Array, scales: Array) -> Array:
+    """Factors of 16 numbers each, from scales of four bits, as IQ2_XS and IQ2_S have them."""
+    return _f16(d) * (_nibbles(scales, 1).astype(jnp.float32) + 0.5) * 0.25
 
 
 def _iq3_xxs(d: Array, low: Array, high: Array) -> Array:
-    words = lax.bitcast_convert_type(_shape(high, 8, 4), jnp.uint32)
-    factors = _f16(d) * ((words >> 28).astype(jnp.float32) + 0.5) * 0.5
-    seven = _bits(words, range(0, 28, 7), 127).astype(jnp.uint8)
-    signs = seven | (lax.population_count(seven) & 1) << 7  # minus signs are even in number
-    entries = codebooks.look_up(codebooks.IQ3_XXS, low)
-    return _signed(factors, entries, signs.reshape(*low.shape[:-1], 32))
+    factors, signs = _word_factors(d, _words(high), 0.5)
+    return _signed(factors, codebooks.look_up(codebooks.IQ3_XXS, low), signs)
+
+
+def _iq2_xxs(d: Array, low: Array) -> Array:
+    words = _shape(low, 8, 8)  # four entries, then factor and signs
+    factors, signs = _word_factors(d, _words(_flatten(words[..., 4:])), 0.25)
+    entries = codebooks.look_up(codebooks.IQ2_XXS, _flatten(words[..., :4]))
+    return _signed(factors, entries, signs)
+
+
+def _iq2_xs(d: Array, low: Array, scales: Array) -> Array:
+    words = _half_words(low)
+    entries = codebooks.look_up(codebooks.IQ2_XS, words & 511)
+    return _signed(_half_factors(d, scales), entries, _eighth_signs(words >> 9))
+
+
+def _iq2_s(d: Array, low: Array, signs: Array, high: Array, scales: Array) -> Array:
+    top = _flatten(_bits(high, range(0, 8, 2), 3)).astype(jnp.uint16)
+    entries = codebooks.look_up(codebooks.IQ2_S, low.astype(jnp.uint16) | top << 8)
+    return _signed(_half_factors(d, scales), entries, signs)
+
+
+def _shifted(factors: Array, index: Array, minus: Array) -> Array:
+    """Factors `[..., n]` of equal shares of 32 entries of IQ1, each moved by 1/8 up or down."""
+    entries = codebooks.look_up(codebooks.IQ1, index)
+    x = entries + jnp.where(minus, -0.125, 0.125)[..., None]
+    return _flatten(factors[..., None] * _shape(_flatten(x), factors.shape[-1], -1))
+
+
+def _iq1_s(d: Array, low: Array, high: Array) -> Array:
+    words = _half_words(high)
+    top = _flatten(_bits(words, range(0, 12, 3), 7))
+    factors = _f16(d) * (2 * (words >> 12 & 7) + 1).astype(jnp.float32)
+    minus = jnp.repeat(words >> 15, 4, axis=-1)
+    return _shifted(factors, low.astype(jnp.uint16) | top << 8, minus)
+
+
+def _iq1_m(low: Array, high: Array, scales: Array) -> Array:
+    words = _half_words(scales)
+    # The top four bits of the four words make up the float16 of the block.
+    d = jnp.sum((words >> 12) << _along(words[..., 0], range(0, 16, 4)), -1, dtype=jnp.uint16)
+    factors = _f16(d) * (2 * _flatten(_bits(words, range(0, 12, 3), 7)) + 1).astype(jnp.float32)
+    top = _nibbles(high, 1)
+    return _shifted(factors, low.astype(jnp.uint16) | (top & 7).astype(jnp.uint16) << 8, top >> 3)
 
 
 def _iq3_s(d: Array, low: Array, high: Array, signs: Array, scales: Array) -> Array:
@@ -300,6 +365,11 @@ BLOCKS: dict[str, BlockType] = {
     "IQ4_XS": BlockType(256, (2, 2, 4, 128), 23, _iq4_xs),
     "IQ3_S": BlockType(256, (2, 64, 8, 32, 4), 21, _iq3_s),
     "IQ3_XXS": BlockType(256, (2, 64, 32), 18, _iq3_xxs),
+    "IQ2_S": BlockType(256, (2, 32, 32, 8, 8), 22, _iq2_s),
+    "IQ2_XS": BlockType(256, (2, 64, 8), 17, _iq2_xs),
+    "IQ2_XXS": BlockType(256, (2, 64), 16, _iq2_xxs),
+    "IQ1_M": BlockType(256, (32, 16, 8), 29, _iq1_m),
+    "IQ1_S": BlockType(256, (2, 32, 16), 19, _iq1_s),
     "MXFP4": BlockType(32, (1, 16), 39, _mxfp4),
     "NVFP4": BlockType(64, (4, 32), 40, _nvfp4),
     "Q1_0": BlockType(128, (2, 16), 41, _q1_0),

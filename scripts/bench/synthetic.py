@@ -259,7 +259,9 @@ _RMS_Q = {
     "IQ4": 67.4,
     "TQ1": 0.816,
     "TQ2": 1.22,
-    "IQ3": 1.0,  # that of its grid stands with the scales
+    "IQ3": 1.0,  # of a grid's entries it stands with the scales
+    "IQ2": 1.0,
+    "IQ1": 1.0,
 }
 _RMS_SCALE = {
     "Q4_K": 36.5,
@@ -270,6 +272,11 @@ _RMS_SCALE = {
     "IQ4_XS": 18.5,
     "IQ3_S": 7.59 * 18.5,
     "IQ3_XXS": 30.8 * 18.5 / 4,
+    "IQ2_S": 56.5,
+    "IQ2_XS": 55.9,
+    "IQ2_XXS": 53.4,
+    "IQ1_M": 7.20,
+    "IQ1_S": 7.20,
 }
 _RMS_MXFP4 = 5.85
 # What is taken off each q of a type whose blocks hold minimums.
@@ -316,6 +323,10 @@ def random_blocks(rng: np.random.Generator, dtype: str, blocks: int, std: float)
     if middle is None:
         d *= np.float32(1) - 2 * (data[:, -3:-2] & 1).astype(np.float32)
     d = d.astype("<f2")
+    if dtype == "IQ1_M":  # a nibble of d in each of four words
+        nibbles = d.view("<u2") >> np.arange(0, 16, 4, dtype=np.uint16) & 15
+        data[:, 49::2] = data[:, 49::2] & 15 | nibbles.astype(np.uint8) << 4
+        return data
     at = sum(block.fields[: block.fields.index(2)])  # d is the first word; a minimum follows it
     data[:, at : at + 2] = d.view(np.uint8)
     if middle is not None:
