@@ -65,6 +65,14 @@ def read(entries):
         return str(error)
 
 
+@pytest.mark.parametrize("value", [2**31, 2**63, 10**400, 4.5, -1, True])
+def test_a_count_is_a_whole_number_that_an_array_can_have(value):
+    counts = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
+    for name in (*counts, "num_hidden_layers", "max_position_embeddings"):
+        refusal = read(read_config("qwen3") | {name: value})
+        assert isinstance(refusal, str) and name in refusal, (name, refusal)
+
+
 def is_named(place, refusal):
     return any(key in refusal for key in (place[-1], OLDER.get(place[-1], place[-1])))
 
@@ -178,8 +186,8 @@ def test_an_entry_that_changes_is_computed_or_refused(case, tmp_path):
         found = compare(folder, runs, tokens)
         if isinstance(found, str):
             # Two entries that contradict each other are named by either's name.
-            others = "layer_types|no_rope_layers|rotary parameters"
-            named = is_named(place, found) or re.search(others, found)
+            either = "layer_types|no_rope_layers|rotary parameters"
+            named = is_named(place, found) or re.search(either, found)
             assert place and named, (place, found)
         else:
             assert found is None or found < 1e-4, (place, entries, found)

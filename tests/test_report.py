@@ -140,7 +140,7 @@ WHOLE = [
 def workdir(folder, lines=WHOLE, receipt=None, samples=None):
     folder.mkdir(parents=True)
     text = "".join(x if isinstance(x, str) else json.dumps(x) + "\n" for x in lines)
-    (folder / "metrics.jsonl").write_text(text)
+    (folder / "metrics.jsonl").write_text(text, errors="surrogateescape")
     for name, value in (("receipt.json", receipt), ("samples.json", samples)):
         if value is not None:
             (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
@@ -366,6 +366,7 @@ def test_titles_and_labels_are_drawn_whole_and_shares_with_few_digits(tmp_path, 
         (WHOLE, None, "no receipt.json"),
         (WHOLE, "{", "receipt.json cannot be read"),
         ([*WHOLE, '{"kind": "tr'], receipt(), "1 of 8 lines of metrics.jsonl cannot be read"),
+        ([*WHOLE, "\udcff\n", "[" * 100_000], receipt(), "2 of 9 lines of metrics.jsonl cannot"),
         (
             [
                 step(

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from kdjax.errors import UserError
 from kdjax.evaluation import sandbox
+from kdjax.evaluation.jail import walls
 from kdjax.evaluation.sandbox import BUBBLEWRAP, NOTHING, Limits, allow
 from scripts.checks import sandbox_attacks
 
@@ -123,6 +125,30 @@ def test_no_memory_is_had_beside_the_limit(wall):
     )
     outcome = sandbox._run(program, SMALL, wall)[0]
     assert outcome.passed, outcome
+
+
+@pytest.mark.parametrize(
+    ("machine", "calls", "elf"),
+    [("aarch64", "asm-generic/unistd.h", "AARCH64"), ("x86_64", "asm/unistd_64.h", "X86_64")],
+)
+def test_refused_calls_have_the_numbers_of_the_headers_of_linux(machine, calls, elf):
+    """Those of aarch64 are asm-generic's, which lie on any machine."""
+    include = Path("/usr/include")
+    found = next((p for p in (*include.glob(calls), *include.glob(f"*-linux-gnu/{calls}"))), None)
+    if found is None or not (include / "linux/audit.h").exists():
+        pytest.skip(f"no {calls}: apt install linux-libc-dev")
+
+    def find(pattern, path):
+        match = re.search(pattern, path.read_text())
+        assert match is not None
+        return match[1]
+
+    asked = ("shmget", "semget", "msgget")
+    numbers = tuple(int(find(rf"#define __NR_{name} (\d+)", found)) for name in asked)
+    number = int(find(rf"#define EM_{elf}\s+(\d+)", include / "linux/elf-em.h"))
+    flags = find(rf"#define AUDIT_ARCH_{elf}\s+\((.*)\)", include / "linux/audit.h")
+    assert flags == f"EM_{elf}|__AUDIT_ARCH_64BIT|__AUDIT_ARCH_LE"
+    assert walls._IPC[machine] == (number | 0xC0000000, numbers)
 
 
 def test_a_huge_file_is_refused():

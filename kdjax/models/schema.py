@@ -76,7 +76,13 @@ class Header:
         """A whole number above 0; raises as `real` does."""
         if self.arch:
             return int(self._gguf_number(name, default, (int,)))
-        return int(self.real(name, default))
+        value = self.real(name, default)
+        if value != int(value) or value >= 2**31:
+            raise UserError(
+                f"{self.path}: found {str(self.get(name, default))[:60]} as {name!r}; expected a "
+                "whole number below 2**31. Download the file again."
+            )
+        return int(value)
 
     def _gguf_number(self, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
         value = self.get(name, default)

@@ -49,7 +49,7 @@ def verify(workdir: Path) -> list[str]:
             raise
         except _Failed as problem:
             failures.append(f"{name}: {problem}")
-        except (OSError, ValueError, KeyError, TypeError) as problem:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
             failures.append(f"{name}: cannot be checked: {type(problem).__name__}: {problem}")
     if failures:
         shown = failures[:_SHOWN]

@@ -160,7 +160,7 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
                 number = float(value) if isinstance(value, int | float) else math.nan
                 figures[name.removesuffix("_topk")] = number
             lines.append((kind, figures))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             bad += 1
     if bad:
         notes.append(f"{bad} of {len(text)} lines of {METRICS} cannot be read and are left out")
