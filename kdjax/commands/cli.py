@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "list what a run would hold in device memory, and say whether it fits",
     "cache": "run a teacher once over the text and store what training needs of it",
     "evaluate": "measure a model: held-out text, a teacher, HumanEval, MBPP, its health",
+    "lm_eval": "run lm-evaluation-harness with a model that kdjax reads",
     "generate": "write text with a model",
     "answers": "let a model answer prompts, or exercises and keep answers that pass their tests",
     "draft": "train the block of a model that drafts for it",
