@@ -466,3 +466,125 @@ def test_a_run_goes_on_with_the_rows_that_an_earlier_version_cut(make_tokenizer,
     made = rows.prepare_rows(settings, tmp_path / "cache")
     (tmp_path / "cache" / made.key).rename(tmp_path / "cache" / earlier)
     assert rows.prepare_rows(settings, tmp_path / "cache", earlier).key == earlier
+
+
+@pytest.mark.parametrize("name", ["continue_final_message", "add_generation_prompt"])
+def test_a_record_says_nothing_of_what_an_answer_is(make_tokenizer, tmp_path, name):
+    """Either would end the rendering elsewhere than the answer; a template's variables may come."""
+    record = KINDS["one turn"] | {"chat_template_kwargs": {name: True, "enable_thinking": False}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=rf"a.jsonl:1: found {name} in chat_template_kwargs"):
+        list(text.documents([tmp_path / "a.jsonl"], make_tokenizer("qwen3")))
+
+
+# --- random forms -------------------------------------------------------------------------------
+
+WORDS = ["one", "two", "größe", "4", "five?", "six,", "(seven)", "eight\n\nnine", "日本", "don't"]
+SLOW = pytest.mark.slow
+
+
+class Form:
+    """A random template, and the reference: what it writes, and which part of it trains."""
+
+    def __init__(self, seed):
+        draw = np.random.default_rng(seed)
+        pick = lambda *options: options[draw.integers(len(options))]  # noqa: E731
+        self.named = pick(True, False)  # <|im_start|>role or <|role|>
+        self.after = pick("\n", ":\n", "") if self.named else pick("\n", "")
+        self.close = pick("<|im_end|>", "<|end|>", "</s>", "" if not self.named else "<|end|>")
+        self.between = pick("\n", "") if self.close else ""
+        self.first = pick("", "<s>", "<|begin_of_text|>")
+        self.last = pick("", "<|endoftext|>") if self.close else ""
+        self.default = pick("", "Be brief.")
+        self.merges = pick(True, False)  # the system's text into the first turn
+        self.empty = pick("", "<think>\n\n</think>\n\n")  # in the last answer alone
+
+    def open(self, role):
+        return f"<|im_start|>{role}{self.after}" if self.named else f"<|{role}|>{self.after}"
+
+    @property
+    def template(self):
+        opening = "<|im_start|>{{ m.role }}" if self.named else "<|{{ m.role }}|>"
+        system = "{{ m.content }}\n\n" if self.merges else ""
+        system = system or f"{self.open('system')}{{{{ m.content }}}}{self.close}{self.between}"
+        default = system.replace("{{ m.content }}", self.default) if self.default else ""
+        # Merged, the system's text follows the mark that opens the first turn of the user.
+        return (
+            f"{self.first}{{% set ns = namespace(system='') %}}"
+            f"{{% if messages[0].role != 'system' %}}{{% set ns.system %}}{default}{{% endset %}}"
+            f"{{% endif %}}{{% for m in messages %}}{{% if m.role == 'system' %}}"
+            f"{{% set ns.system %}}{system}{{% endset %}}{{% else %}}"
+            + ("" if self.merges else "{{ ns.system }}")
+            + f"{opening}{self.after}"
+            + ("{{ ns.system }}" if self.merges else "")
+            + "{% set ns.system = '' %}"
+            + f"{{% if loop.last and m.role == 'assistant' %}}{self.empty}{{% endif %}}"
+            + f"{{{{ m.content }}}}{self.close}{self.between}{{% endif %}}{{% endfor %}}"
+            + f"{{% if add_generation_prompt %}}{self.open('assistant')}"
+            + f"{{% else %}}{self.last}{{% endif %}}"
+        )
+
+    def render(self, messages):
+        """Pieces of the text, each with whether it trains."""
+        pieces, system = [(self.first, False)], self.default
+        if messages[0]["role"] == "system":
+            system, messages = messages[0]["content"], messages[1:]
+        closed = False  # by the mark that opens a turn, which trained
+        for i, message in enumerate(messages):
+            opened = self.open(message["role"])
+            if closed:
+                opened = opened.removeprefix("<|user|>")
+            if i == 0 and system:
+                whole = self.open("system") + system + self.close + self.between
+                opened = opened + f"{system}\n\n" if self.merges else whole + opened
+            trains = message["role"] == "assistant" and message.get("weight") != 0
+            said = self.empty if i + 1 == len(messages) and message["role"] == "assistant" else ""
+            close = self.close or ("<|user|>" if trains else "")
+            pieces += [(opened, False), (said + message["content"] + close, trains)]
+            pieces += [(self.between, False)]
+            closed = trains and not self.close
+        return [*pieces, (self.last, False)]
+
+
+def draw_conversation(seed):
+    draw = np.random.default_rng(seed)
+    says = lambda: " ".join(draw.choice(WORDS, draw.integers(1, 9)))  # noqa: E731
+    messages = [{"role": "system", "content": says()}] if draw.random() < 0.3 else []
+    for turn in range(draw.integers(1, 4)):
+        silent = turn == 0 and draw.random() < 0.2
+        messages += [
+            user(f"{seed} {says()}"),
+            assistant(says(), **({"weight": 0} if silent else {})),
+        ]
+    messages[-1].pop("weight", None)
+    return messages
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(s, marks=SLOW) for s in range(3, 50))])
+def test_rows_hold_conversations_of_random_forms(seed, make_tokenizer, tmp_path):
+    """Decoded from the rows: every conversation complete, and trained on what the answers say."""
+    form = Form(seed)
+    tokenizer = make_tokenizer("random", form.template)
+    end = tokenizer.tokens.index(form.close or "<|endoftext|>")
+    tokenizer = dataclasses.replace(tokenizer, eos_id=end)
+    conversations = [draw_conversation(100 * seed + i) for i in range(8)]
+    records = [{"messages": messages} for messages in conversations]
+    sides = {"a.json": records[:6], "b.json": records[6:]}
+    for name, side in sides.items():
+        (tmp_path / name).write_text(json.dumps(side))
+    paths = (str(tmp_path / name) for name in sides)
+    settings = rows.RowSettings(*paths, tokenizer, 400, 0.3, tokenizer.eos_id, max_segments=4)
+    made = rows.prepare_rows(settings, tmp_path / "rows")
+    found = []
+    for side in (made.train, made.heldout):
+        for ids, segments, mask in zip(*side, strict=True):
+            for segment in range(1, segments.max() + 1):
+                here, trains = segments == segment, mask != 0
+                texts = (tokenizer.decode(ids[at].tolist()) for at in (here, here & trains))
+                found.append(tuple(texts))
+    expected = []
+    for messages in conversations:
+        pieces = form.render(messages)
+        trained = "".join(text for text, trains in pieces if trains)
+        expected.append(("".join(text for text, _ in pieces), trained))
+    assert sorted(found) == sorted(expected)  # of 8, none in two rows

@@ -18,6 +18,7 @@ from kdjax.models.tokenizer import Tokenizer
 
 _PRIVATE = range(0xE000, 0xF8FF)  # characters of Unicode's private use, for other messages
 _UNREAD = ("function_call", "refusal", "audio")  # fields of an answer that no template writes
+_FIXED = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # no kwargs
 _NOT_WRITTEN = (
     "found {0}, which the chat template does not write{2}; expected a template that shows them to "
     "the model. {1}, or take another model's (data.tokenizer)."
@@ -93,6 +94,11 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     read = [_read_message(message, i) for i, message in enumerate(messages)]
     trained = [_is_trained(m, i) and i >= len(prompt) for i, m in enumerate(messages)]
     variables = _read_json(record, "chat_template_kwargs", Mapping) or {}
+    if fixed := next((name for name in _FIXED if name in variables), None):
+        raise UserError(
+            f"found {fixed} in chat_template_kwargs, which changes what is an answer; expected "
+            "variables of the template, such as enable_thinking. Leave it out of the record."
+        )
     return Conversation(
         messages=tuple(read),
         tools=tuple(_read_json(record, "tools", list) or ()),
