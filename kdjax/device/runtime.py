@@ -36,6 +36,7 @@ OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # deprecated; JAX refuses to st
 UNIFIED = "TF_FORCE_UNIFIED_MEMORY"
 PINNED_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 MANAGED = "MANAGED_MEMORY"  # ours: 1 forces unified memory, 0 forbids it
+PROGRAMS = Path("~/.cache/kdjax/xla")  # compiled programs, unless CACHE_DIR names a folder
 CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
 
 _DISCRETE = "0.90"  # share of a discrete GPU that JAX may take
@@ -323,7 +324,7 @@ def _compilation_cache(environ: Mapping[str, str]) -> str:
     if chosen := jax.config.values["jax_compilation_cache_dir"]:
         return str(chosen)  # the calling program has set it
     try:
-        folder = Path("~/.cache/kdjax/xla").expanduser()
+        folder = PROGRAMS.expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs programs from it
     except OSError as error:
         return f"off ({error})"
