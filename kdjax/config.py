@@ -97,9 +97,10 @@ class StudentConfig:
 class DataConfig:
     """Text, packed once into rows of `seq_len` positions."""
 
-    train: str = ""  # folders, globs, files (text, .jsonl, .parquet), by commas; python:jax,flax
+    train: str = ""  # folders, globs, files (text or records), by commas; python:jax,flax
     heldout: str = ""  # as `train`; empty: `heldout_fraction` of the documents, by content hash
     heldout_fraction: float = 0.02  # of the documents, if `heldout` is empty
+    fields: str = ""  # columns of records: user=instruction+input,assistant=output; "": their names
     seq_len: int = 1024  # positions a row; at most the context of both models
     end_of_document: str = ""  # token after each text; empty: the tokenizer's end-of-text
     max_segments: int = 32  # documents a row; attention kernels need the bound

@@ -2,7 +2,7 @@
 
     hf:ORG/REPO/FILE             a file of a model repository, such as a GGUF
     hf:ORG/REPO                  its Transformers folder: config, weights, tokenizer
-    hf:datasets/ORG/REPO[/FILES] Parquet and JSON lines; FILES is a file, a folder or a glob
+    hf:datasets/ORG/REPO[/FILES] files of records; FILES is a file, a folder or a glob
 
 `@REVISION` may follow: a branch, a tag or a commit. `huggingface_hub` does the cache, the token,
 the connection and the downloads. Headers of models can be read alone, by range: a plan reads no
@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +60,47 @@ MODEL = (
     "configuration_*.py",  # of `auto_map`; never run here
     "modeling_*.py",
 )
-TEXT = ("*.parquet", "*.jsonl")
+# Files of records: the first that a data set has any of are read. Each may be packed.
+_TABLES = ("parquet", "jsonl", "ndjson", "arrow"), ("json", "csv", "tsv")
+TEXT = tuple(f"*.{form}{end}" for row in _TABLES for form in row for end in ("", ".gz", ".zst"))
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
+# Words of names that say which split of a data set a file is of, as `datasets` reads them.
+_SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation", "heldout"),
+    "validation": ("validation", "valid", "val", "dev"),
+}
+
+
+def choose_tables(names: Iterable[str]) -> list[str]:
+    """Chooses the files of a data set that are read: records, of the split `train` if it has one.
+
+    `names` are paths within its folder.
+    """
+    names = [name for name in names if name.rpartition("/")[2] not in _DESCRIPTIONS]
+    for forms in _TABLES:
+        ends = tuple(f".{form}{end}" for form in forms for end in ("", ".gz", ".zst"))
+        if tables := [name for name in names if name.lower().endswith(ends)]:
+            return choose_split(tables)
+    return []
+
+
+def choose_split(names: Sequence[str]) -> list[str]:
+    """Leaves out files of other splits if a name says that it is of `train`."""
+    splits = [_find_split(name) for name in names]
+    if "train" not in splits:
+        return list(names)
+    return [name for name, split in zip(names, splits, strict=True) if split in ("train", "")]
+
+
+def _find_split(name: str) -> str:
+    """The split that a path's last part with such a word names; empty if none does."""
+    for part in reversed(name.lower().split("/")):
+        for word in re.split(r"[^a-z0-9]+", part):
+            for split, words in _SPLITS.items():
+                if word in words:
+                    return split
+    return ""
 
 
 class HubPath(NamedTuple):
@@ -332,6 +372,8 @@ def _select(path: HubPath, files: Iterable[str], patterns: list[str]) -> list[st
     """
     files = list(files)
     names = sorted(name for name in files if any(fnmatch.fnmatchcase(name, p) for p in patterns))
+    if path.kind == "dataset" and patterns != [path.file]:
+        names = _choose_of_folder(path, names)
     needed = [p for p in patterns if p == path.file or p.endswith("model*.safetensors")]
     absent = [p for p in needed if not fnmatch.filter(names, p)]
     if names and not absent:
@@ -343,9 +385,26 @@ def _select(path: HubPath, files: Iterable[str], patterns: list[str]) -> list[st
             f"hf:{path.repository}/FILE: {_shorten(ggufs)}."
         )
     raise MissingFileError(
-        f"{path.text}: found no {', '.join(absent or patterns)} in {path.repository}."
+        f"{path.text}: found no {', '.join(absent or _name_wanted(patterns))} in {path.repository}."
         f"{suggest(path.file, files)} It holds {_shorten(files) or 'nothing'}."
     )
+
+
+def _name_wanted(patterns: list[str]) -> list[str]:
+    """The patterns, without the many of packed files."""
+    return [pattern for pattern in patterns if not pattern.endswith((".gz", ".zst"))]
+
+
+def _choose_of_folder(path: HubPath, names: list[str]) -> list[str]:
+    """Chooses the files of a data set, or of a folder of it."""
+    prefix = f"{path.file}/" if path.file else ""
+    chosen = [prefix + name for name in choose_tables(n.removeprefix(prefix) for n in names)]
+    if others := [name for name in names if name not in chosen]:
+        _log.info(
+            "%s: %s of %s files of records are read, not %s; name a file, or a glob, to read it",
+            *(path.text, len(chosen), len(names), _shorten(others, 3)),
+        )
+    return chosen
 
 
 def _shorten(names: list[str], most: int = 20) -> str:

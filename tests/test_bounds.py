@@ -112,7 +112,7 @@ def test_an_id_far_beyond_the_others_takes_no_memory(folder):
 
 
 def test_a_small_file_does_not_unpack_into_all_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(problems, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(problems, "MOST_UNPACKED", 1 << 20)
     (tmp_path / "h.jsonl.gz").write_bytes(gzip.compress(bytes(1 << 21)))
     with pytest.raises(UserError, match="found more than 1 MiB of problems"):
         problems.load_humaneval(tmp_path / "h.jsonl.gz")

@@ -15,7 +15,7 @@ import pytest
 from kdjax import config as config_module
 from kdjax.commands import cli, parsing
 from kdjax.config import CONFLICTS, Config, flatten, settle_dtype, validate
-from kdjax.data.text import find_files
+from kdjax.data.sources import find_files
 from kdjax.errors import (
     BAD_INPUT,
     CHECK_FAILED,
@@ -553,6 +553,7 @@ def test_every_field_has_a_rule_or_is_free():
         "student.lora.targets",
         "data.heldout",
         "data.end_of_document",
+        "data.fields",
         "data.parse_special",
         "data.tokenizer",
         "data.cache_dir",

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdjax import progress
 from kdjax.config import Config, DataConfig
-from kdjax.data import pipeline, rows, text
+from kdjax.data import pipeline, rows, sources, text
 from kdjax.data.installed import package_versions
 from kdjax.data.rows import Rows
 from kdjax.errors import MissingFileError, UserError
@@ -477,13 +477,13 @@ def test_files_of_patterns(tmp_path):
     for name in ("b.py", "a.txt", "skip.bin", ".hidden/c.py", "__pycache__/d.py", "sub/e.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    names = [p.name for p in text.find_files(str(tmp_path))]
+    names = [p.name for p in sources.find_files(str(tmp_path))]
     assert names == ["a.txt", "b.py", "e.jsonl"]
-    both = text.find_files(f"{tmp_path}/*.py, {tmp_path}/sub,{tmp_path}/b.py")
+    both = sources.find_files(f"{tmp_path}/*.py, {tmp_path}/sub,{tmp_path}/b.py")
     assert [p.name for p in both] == ["b.py", "e.jsonl"]
-    assert [p.name for p in text.find_files(str(tmp_path / "skip.bin"))] == ["skip.bin"]
+    assert [p.name for p in sources.find_files(str(tmp_path / "skip.bin"))] == ["skip.bin"]
     with pytest.raises(MissingFileError, match=r"nothing/\*\.py: no file found"):
-        text.find_files(f"{tmp_path}/nothing/*.py")
+        sources.find_files(f"{tmp_path}/nothing/*.py")
 
 
 def test_dead_links_empty_files_and_nul_bytes_are_named(tokenizer, tmp_path, caplog):
@@ -494,7 +494,7 @@ def test_dead_links_empty_files_and_nul_bytes_are_named(tokenizer, tmp_path, cap
     (tmp_path / "good.txt").symlink_to(tmp_path / "a.txt")
     for again, pattern in enumerate((f"{tmp_path}", f"{tmp_path}/*")):
         caplog.clear()
-        files = text.find_files(pattern)
+        files = sources.find_files(pattern)
         assert [d.source for d in text.documents(files, tokenizer)] == [
             f"{tmp_path}/a.txt",
             f"{tmp_path}/good.txt",
@@ -508,7 +508,7 @@ def test_dead_links_empty_files_and_nul_bytes_are_named(tokenizer, tmp_path, cap
     with pytest.raises(
         MissingFileError, match=r"no file found but links to nothing \(.*gone.txt\)"
     ):
-        text.find_files(f"{tmp_path}/gone.txt")
+        sources.find_files(f"{tmp_path}/gone.txt")
 
 
 @pytest.fixture
@@ -536,20 +536,20 @@ def test_packages_are_text(packages, tmp_path):
     (site / "one.py").write_text("one = 1\n")
     names = ["__init__.py", "sub/a.py", "z.py"]
     beta, alpha = ([site / package / name for name in names] for package in ("beta", "alpha"))
-    assert text.find_files("python:beta,alpha") == beta + alpha  # in the order given
-    assert text.find_files("python:one, python:alpha,one") == [site / "one.py", *alpha]
+    assert sources.find_files("python:beta,alpha") == beta + alpha  # in the order given
+    assert sources.find_files("python:one, python:alpha,one") == [site / "one.py", *alpha]
     (tmp_path / "a.txt").write_text("x")
-    assert text.find_files(f"{tmp_path}/*.txt,python:alpha") == [tmp_path / "a.txt", *alpha]
+    assert sources.find_files(f"{tmp_path}/*.txt,python:alpha") == [tmp_path / "a.txt", *alpha]
 
 
 def test_the_standard_library_is_text_without_tests_and_packages_of_others():
-    files = text.find_files("python:stdlib")
+    files = sources.find_files("python:stdlib")
     root = Path(json.__file__).parents[1]
     inside = [path.relative_to(root).parts for path in files]
     assert {("argparse.py",), ("json", "decoder.py")} <= set(inside)
     assert len(files) > 400 and inside == sorted(inside)
     assert not {"test", "site-packages", "dist-packages"} & {parts[0] for parts in inside}
-    assert set(text.find_files("python:json")) < set(files)
+    assert set(sources.find_files("python:json")) < set(files)
 
 
 @pytest.mark.parametrize(
@@ -565,7 +565,7 @@ def test_the_standard_library_is_text_without_tests_and_packages_of_others():
 )
 def test_packages_that_are_not_there_are_named(patterns, message):
     with pytest.raises(MissingFileError, match=message):
-        text.find_files(patterns)
+        sources.find_files(patterns)
 
 
 def test_rows_of_packages_do_not_depend_on_where_they_lie(tokenizer, tmp_path, packages):
@@ -609,7 +609,7 @@ def test_of_a_prompt_and_its_completion_the_completion_carries_loss(tokenizer, t
     record = {"prompt": "def f(x):\n", "completion": "    return '<|im_end|>'\n"}
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     pq.write_table(pa.table({k: [v] for k, v in record.items()}), tmp_path / "b.parquet")
-    both = list(text.documents(text.find_files(str(tmp_path)), tokenizer))
+    both = list(text.documents(sources.find_files(str(tmp_path)), tokenizer))
     for _, ids, mask in rows.tokenize_documents(both, tokenizer, tokenizer.end_of_text_id):
         trained = mask.astype(bool)
         assert tokenizer.decode(ids[~trained].tolist()) == record["prompt"]
@@ -646,7 +646,7 @@ def test_json_lines_and_parquet(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': separator}, ensure_ascii=False)}\n\n")
     pq.write_table(pa.table({"text": ["first", " ", "third"]}), tmp_path / "b.parquet")
     pq.write_table(pa.table({"messages": [chat("q", "a")]}), tmp_path / "c.parquet")
-    found = list(text.documents(text.find_files(str(tmp_path)), tokenizer))
+    found = list(text.documents(sources.find_files(str(tmp_path)), tokenizer))
     assert [d.text for d in found][:3] == [separator, "first", "third"]
     assert found[2].source.endswith("b.parquet:3") and found[3].trained
 
@@ -691,7 +691,7 @@ def test_a_folder_that_cannot_be_listed_is_no_folder_without_text(tmp_path, monk
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(PermissionError, match="locked"):
-        text.find_files(str(tmp_path))
+        sources.find_files(str(tmp_path))
 
 
 def test_parquet_without_pyarrow_names_the_extra(tokenizer, tmp_path, monkeypatch):
@@ -849,7 +849,7 @@ def test_copies_land_on_one_side_and_others_do_not_move_them(tokenizer, tmp_path
     for i in range(20):
         (folder / f"z{i:03}.py").write_text((folder / f"{i:03}.py").read_text())
     digests = {}
-    for i, document in enumerate(text.documents(text.find_files(str(folder)), tokenizer)):
+    for i, document in enumerate(text.documents(sources.find_files(str(folder)), tokenizer)):
         digests[i] = rows._is_heldout(document.digest(), 0.5)
     assert [digests[i] for i in range(20)] == [digests[20 + i] for i in range(20)]
     made = prepare(tmp_path, tokenizer, str(folder), seq_len=60)
@@ -918,8 +918,8 @@ def test_a_split_is_looked_for_no_further_than_it_takes(tokenizer, tmp_path, mon
     write_documents(tmp_path / "t", 40)
     read, real = [], rows.documents
 
-    def count(files, tokenizer):
-        for document in real(files, tokenizer):
+    def count(files, *others):
+        for document in real(files, *others):
             read.append(document)
             yield document
 

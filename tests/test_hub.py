@@ -21,7 +21,7 @@ from huggingface_hub import constants, file_download
 from kdjax import hub
 from kdjax.commands import cli
 from kdjax.config import Config
-from kdjax.data.text import find_files
+from kdjax.data.sources import find_files
 from kdjax.device import runtime
 from kdjax.errors import MissingFileError, UserError, WriteError
 from kdjax.models.checkpoint import ModelArgument, open_checkpoint, run_sources
@@ -156,7 +156,8 @@ def test_what_is_taken_of_folders_and_globs(fake):
         "tokenizer.json",
     ]
     for pattern, files in {
-        "hf:datasets/org/text": ["test.jsonl", "0.parquet", "1.parquet"],
+        "hf:datasets/org/text": ["0.parquet", "1.parquet"],  # the split train
+        "hf:datasets/org/text/test.jsonl": ["test.jsonl"],
         "hf:datasets/org/text/train": ["0.parquet", "1.parquet"],
         "hf:datasets/org/text/tr*/1.*": ["1.parquet"],
     }.items():
@@ -195,7 +196,6 @@ def test_models_and_text_open_by_their_names(fake, models):
     checkpoint = open_checkpoint(f"{TEACHER}@v1")
     assert checkpoint.sha256 == hashlib.sha256((models / "teacher.gguf").read_bytes()).hexdigest()
     assert [p.name for p in find_files("hf:datasets/org/text")] == [
-        "test.jsonl",
         "0.parquet",
         "1.parquet",
     ]

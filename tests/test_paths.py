@@ -12,7 +12,7 @@ from test_run import command
 
 import kdjax
 from kdjax.commands import cli, parsing
-from kdjax.data.text import find_files
+from kdjax.data.sources import find_files
 from kdjax.errors import BAD_INPUT, FINISHED, UserError
 from kdjax.formats.saved import find_damage, saved_params
 from kdjax.models.checkpoint import ModelArgument

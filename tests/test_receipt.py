@@ -117,6 +117,8 @@ def test_a_finished_run_records_everything(finished):
     identity = saved_run(workdir, 10)["identity"]
     assert found["data"]["rows"] == identity["data.rows"]
     assert Path(found["data"]["folder"]).name == identity["data.rows"]
+    counts, rows = found["data"]["counts"], job.rows.train
+    assert (counts["train"]["rows"], counts["epochs"]) == (len(rows), round(80 / len(rows), 4))
     assert (found["seed"], found["steps"], found["positions"]) == (0, 10, 10 * 8 * 32)
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert found["tokens"] == sum(e["tokens"] for e in lines if e["kind"] == "train")

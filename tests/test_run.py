@@ -25,7 +25,7 @@ import kdjax
 from kdjax import config as config_module
 from kdjax.commands import train as main
 from kdjax.commands.parsing import apply_environment, load_config
-from kdjax.config import Config, count_own_rows
+from kdjax.config import Config
 from kdjax.data.pipeline import News, Source
 from kdjax.data.rows import RowSet
 from kdjax.device import sharding
@@ -38,7 +38,7 @@ from kdjax.models.decoder import functional
 from kdjax.training import step
 from kdjax.training.hooks import Hook
 from kdjax.training.identity import check_same_run
-from kdjax.training.inputs import warn_of_readings
+from kdjax.training.inputs import count_epochs, warn_of_readings
 from kdjax.training.job import assemble
 from kdjax.training.loop import _Delivery, train
 from kdjax.training.optim import schedule
@@ -63,7 +63,7 @@ def test_text_that_is_read_again_and_again_is_told(share, told, caplog):
         config.rollout.prompts = "prompts.jsonl"
     config.rollout.share = share
     rows = RowSet(train=range(10), heldout=(), info={}, key="")
-    warn_of_readings(config.train, count_own_rows(config), rows)
+    warn_of_readings(config, count_epochs(config, rows))
     said = f"15 steps are {told} epochs of the text"
     assert caplog.text.count(said) == 1 if told else not caplog.records
 

@@ -10,7 +10,7 @@ from test_vocabularies import sentencepiece
 
 import kdjax
 from kdjax.commands import answers as command
-from kdjax.data.text import read_json_lines
+from kdjax.data.readers import read_json_lines
 from kdjax.demo import STUDENT
 from kdjax.errors import UserError
 from kdjax.evaluation import answers, passk, problems, sandbox

@@ -21,6 +21,7 @@ from kdjax.errors import (
 COMMANDS = {
     "train": "train a student from a teacher, or from text alone",
     "plan": "list what a run would hold in device memory, and say whether it fits",
+    "data": "show what a run trains on: counts of its text, and rows with what carries loss",
     "cache": "run a teacher once over the text and store what training needs of it",
     "evaluate": "measure a model: held-out text, a teacher, HumanEval, MBPP, its health",
     "lm_eval": "run lm-evaluation-harness with a model that kdjax reads",

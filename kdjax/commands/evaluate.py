@@ -34,7 +34,7 @@ from kdjax.commands.parsing import (
     started,
 )
 from kdjax.config import OWN_BLOCK
-from kdjax.data.text import find_files
+from kdjax.data.sources import find_files
 from kdjax.device import cluster, sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import (

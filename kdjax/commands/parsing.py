@@ -29,7 +29,8 @@ from kdjax.config import (
     refuse_removed,
     validate,
 )
-from kdjax.data.text import find_files
+from kdjax.data.fields import Fields
+from kdjax.data.sources import find_files
 from kdjax.device import cluster
 from kdjax.device.cluster import JOIN_TIMEOUT
 from kdjax.errors import (
@@ -348,7 +349,7 @@ def require_files(run: RunCommand, *, text: bool = True) -> None:
         here = ",".join(p for p in path.split(",") if not p.strip().startswith(hub.PREFIX))
         try:
             if here and field in texts:
-                find_files(here)
+                find_files(here, Fields.parse(config.data.fields))
             elif here and field == "student.imatrix":
                 read_importance(here)
             elif here and not Path(here).exists():

@@ -3,6 +3,7 @@
     kdjax plan --config=qwen7b_0p5b
     kdjax plan --config=qwen7b_0p5b --config.train.batch_size=8 --config.data.seq_len=2048
     kdjax plan --config=qwen7b_0p5b --device=H100 --devices=2 --memory=16GB    # another machine
+    kdjax plan --config=qwen7b_0p5b --rows=2           # and what it would train on
 
 Reads only the headers of both models: the beginning of a download is enough. The plan depends on
 the config and on the device's total memory, not on what other programs hold. A run that does not
@@ -20,9 +21,11 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from kdjax.commands.data import show_run
 from kdjax.commands.parsing import (
     Parser,
     RunCommand,
+    check_least,
     log_to_terminal,
     parse_run,
     require_files,
@@ -122,5 +125,11 @@ def main(argv: list[str] | None = None) -> int:
     log_to_terminal()
     parser = run_parser("plan", __doc__)
     add_machine_flags(parser)
+    text = "show this many rows of the text, too, as `kdjax data` does"
+    parser.add_argument("--rows", type=int, metavar="N", help=text)
     run = parse_run(parser, argv)
-    return plan_run(run, find_machine(run.options, parser))
+    check_least(run.options, rows=0)
+    status = plan_run(run, find_machine(run.options, parser))
+    if run.options.rows is not None:
+        show_run(run, run.options.rows)
+    return status

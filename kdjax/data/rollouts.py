@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kdjax.data.fields import NAMED, Fields
 from kdjax.data.rows import COLUMNS, Rows, place_whole
-from kdjax.data.text import encode_chats, find_files, openings
+from kdjax.data.sources import find_files
+from kdjax.data.text import encode_chats, openings
 from kdjax.errors import CheckError, UserError
 from kdjax.formats.files import replacing
 from kdjax.models.tokenizer import Tokenizer
@@ -67,6 +69,7 @@ def read_prompts(
     seed: int,
     *,
     parse_special: bool = False,
+    fields: Fields = NAMED,
 ) -> Prompts:
     """Reads prompts from files, named as for `data.train`, of at most `longest` ids, each once.
 
@@ -76,7 +79,8 @@ def read_prompts(
     """
     ends: dict[tuple[int, ...], int] = {}  # of each prompt, the id that ends its answer
     too_long = 0
-    for opening, ids in encode_chats(openings(find_files(patterns), tokenizer), tokenizer):
+    found = openings(find_files(patterns, fields), tokenizer, fields)
+    for opening, ids in encode_chats(found, tokenizer):
         if opening.chat:
             too_long += len(ids) > longest
             if 0 < len(ids) <= longest:

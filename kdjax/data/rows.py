@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,13 +25,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from kdjax.data.text import (
-    TABLE_SUFFIXES,
-    Document,
-    documents,
-    encode_documents,
-    find_files,
-)
+from kdjax.data.fields import Fields
+from kdjax.data.readers import find_form, is_read_anew, is_table
+from kdjax.data.sources import find_files
+from kdjax.data.text import Document, documents, encode_documents
 from kdjax.errors import UserError
 from kdjax.formats.files import make_folder, writing
 from kdjax.formats.locks import LOCK, LockedError, locking
@@ -42,6 +40,7 @@ _log = logging.getLogger("kdjax")
 
 FORMAT = 2  # raise when equal texts would produce other bytes
 RECORDS = 3  # raise when equal records would; rows of format 2 cut them at row ends
+FILES = 4  # raise when a form of files is read otherwise than before
 LONG_RECORDS = ("leave_out", "cut")  # what becomes of records longer than a row
 COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
 _SIDES = ("train", "heldout")
@@ -228,7 +227,8 @@ class _SideWriter:
         self._wholes = WholePacker[dict[str, np.ndarray]](row_length, max_segments, long)
         self._row = {name: np.zeros(row_length, dtype) for name, dtype in COLUMNS.items()}
         self._texts = 0  # rows of plain text that are written
-        self.counts = dict(documents=0, tokens=0, targets=0, rows=0, long=0)
+        self.counts = dict(documents=0, records=0, tokens=0, targets=0, rows=0, long=0)
+        self.forms: collections.Counter[str] = collections.Counter()  # documents by suffix
         self.long = ""  # the first record that is longer than a row
         self.marks: collections.Counter[str] = collections.Counter()  # in plain texts
 
@@ -250,21 +250,23 @@ class _SideWriter:
                 self.long = self.long or source
             if first is None:
                 return
-            self._count(mask[first:])
+            self._count(mask[first:], source)
+            self.counts["records"] += 1
             if self._wholes.full:
                 self._write_wholes()
             return
         pieces = self._packer.place(len(ids))
         if not pieces:
             return
-        self._count(mask)
+        self._count(mask, source)
         for piece in pieces:
             if piece.row > self._texts:
                 self._write_row()
                 self._texts += 1
             piece.copy(values, self._row, self._opening_id)
 
-    def _count(self, mask: np.ndarray) -> None:
+    def _count(self, mask: np.ndarray, source: str) -> None:
+        self.forms[find_form(Path(re.sub(r":\d+$", "", source)))] += 1
         self.counts["documents"] += 1
         self.counts["tokens"] += len(mask)
         self.counts["targets"] += int(mask[1:].sum())
@@ -404,10 +406,18 @@ class RowSettings:
     max_segments: int  # documents, or parts of documents, in a row
     parse_special: bool = False  # whether plain texts get special ids for such strings
     long: str = LONG_RECORDS[0]  # what becomes of records longer than a row
+    fields: str = ""  # names of the columns of records, as `data.fields`
+
+    @property
+    def named(self) -> Fields:
+        """The fields of records that have other names; raises `UserError` for a wrong form."""
+        return Fields.parse(self.fields)
 
     def find_files(self) -> _Files:
         """The files of training, and those held out; raises `MissingFileError` if there is none."""
-        return find_files(self.train), find_files(self.heldout) if self.heldout else []
+        fields = self.named
+        heldout = find_files(self.heldout, fields) if self.heldout else []
+        return find_files(self.train, fields), heldout
 
 
 def _hash_file(path: Path) -> bytes:
@@ -425,19 +435,29 @@ def rows_key(settings: RowSettings, files: _Files | None = None, begun: str = ""
     `files` are the files that the settings name, if already listed. `begun` is the key of the rows
     that a run began with: if it is an earlier version's key of this text, it stays.
     """
+    files = files or settings.find_files()
+    *earlier, key = _list_keys(settings, files)
+    return begun if begun in earlier and not settings.fields else key
+
+
+def _list_keys(settings: RowSettings, files: _Files) -> list[str]:
+    """The keys of this text, the last one this version's; others are of earlier versions."""
     numbers = FORMAT, settings.seq_len, settings.end_of_document_id, settings.max_segments
     parameters = [*numbers, settings.parse_special, settings.tokenizer.content_hash]
     parameters += [] if settings.heldout else [settings.heldout_fraction]
-    files = files or settings.find_files()
-    hashes = b""
+    hashes, every = b"", [*files[0], *files[1]]
     for side in files:
         hashes += b"|"
         for path in side:  # the suffix says how a file is read
             hashes += path.suffix.lower().encode() + b"\0" + _hash_file(path)
-    key = _hash_parameters(parameters, hashes)
-    if key == begun or not any(p.suffix.lower() in TABLE_SUFFIXES for p in (*files[0], *files[1])):
-        return key
-    return _hash_parameters([*parameters, RECORDS, settings.long], hashes)
+    keys = [_hash_parameters(parameters, hashes)]
+    if tables := any(map(is_table, every)):
+        parameters += [RECORDS, settings.long]
+        keys.append(_hash_parameters(parameters, hashes))
+    if (tables and settings.fields) or any(map(is_read_anew, every)):
+        forms = [find_form(path) for path in every]  # of a packed file another than its suffix
+        keys.append(_hash_parameters([*parameters, FILES, settings.fields, forms], hashes))
+    return keys
 
 
 def _hash_parameters(parameters: list[Any], hashes: bytes) -> str:
@@ -473,8 +493,8 @@ def prepare_rows(settings: RowSettings, cache_dir: Path, begun: str = "") -> Row
     if key == begun and key != rows_key(settings, files):
         raise UserError(
             f"{folder}: found no rows, with which this run began; expected rows of the version "
-            "that began it, which cut conversations at row ends. Restore the folder, or choose a "
-            "new --workdir: a new run cuts none."
+            "that began it, which read the text otherwise. Restore the folder, or choose a new "
+            "--workdir: this version cuts no conversation at row ends, and reads .json as records."
         )
     with writing(folder):
         make_folder(cache_dir)
@@ -487,8 +507,11 @@ def prepare_rows(settings: RowSettings, cache_dir: Path, begun: str = "") -> Row
                 )
                 writing_files.callback(writer.close)
                 writers.append(writer)
-            apart = _pack_sides(writers, settings, files)
-            info = _check_sides(writers, settings, apart)
+            left_out = _pack_sides(writers, settings, files)
+            info = _check_sides(writers, settings, left_out["held out"])
+            if settings.long != LONG_RECORDS[1]:
+                left_out["longer than a row"] = sum(w.counts["long"] for w in writers)
+            info["left_out"] = left_out
             (aside / "meta.json").write_text(json.dumps(info, indent=1))
             shutil.rmtree(folder, ignore_errors=True)  # an incomplete one: `_open_rows` refused it
             try:
@@ -525,14 +548,15 @@ def _remove_unfinished(cache_dir: Path) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
 
 
-def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files) -> int:
+def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files) -> dict[str, int]:
     """Packs the documents of both sides into the writers (training, held out).
 
-    Returns the number of training documents that are left out because they are held out.
+    Returns the numbers of documents that are left out: of training because they are held out, and
+    for having no text.
     """
-    left_out = 0
+    left_out, empty = 0, list[str]()
 
-    for side, document, ids, mask in _split_sides(settings, files):
+    for side, document, ids, mask in _split_sides(settings, files, empty):
         if side is None:
             left_out += 1
             continue
@@ -541,14 +565,14 @@ def _pack_sides(writers: list[_SideWriter], settings: RowSettings, files: _Files
             writers[side].marks.update(settings.tokenizer.count_marks(document.text))
     for writer in writers:
         writer.finish()
-    return left_out
+    return {"held out": left_out, "without text": len(empty)}
 
 
 def _split_sides(
-    settings: RowSettings, files: _Files
+    settings: RowSettings, files: _Files, empty: list[str] | None = None
 ) -> Iterator[tuple[int | None, Document, np.ndarray, np.ndarray]]:
     """Yields the documents of `_split_documents` with ids and loss mask."""
-    split, read = itertools.tee(_split_documents(settings, files))
+    split, read = itertools.tee(_split_documents(settings, files, empty))
     tokenized = tokenize_documents(
         (document for _, document in read),
         settings.tokenizer,
@@ -559,18 +583,30 @@ def _split_sides(
         yield side, document, ids, mask
 
 
-def _split_documents(settings: RowSettings, files: _Files) -> Iterator[tuple[int | None, Document]]:
-    """Yields documents with their side: 0 training, 1 held out; None: left out of training."""
+def _split_documents(
+    settings: RowSettings, files: _Files, empty: list[str] | None = None
+) -> Iterator[tuple[int | None, Document]]:
+    """Yields documents with their side: 0 training, 1 held out; None: left out of training.
+
+    `empty` gets the places of those without text.
+    """
+    empty = [] if empty is None else empty
     apart: set[bytes] = set()
-    for document in documents(files[1], settings.tokenizer):
+    for document in _read(files[1], settings, empty):
         apart.add(document.digest())
         yield 1, document
-    for document in documents(files[0], settings.tokenizer):
+    for document in _read(files[0], settings, empty):
         digest = document.digest()
         if files[1]:
             yield None if digest in apart else 0, document
         else:
             yield int(_is_heldout(digest, settings.heldout_fraction)), document
+
+
+def _read(files: list[Path], settings: RowSettings, empty: list[str]) -> Iterator[Document]:
+    found: list[str] = []  # of these files alone, which `documents` names
+    yield from documents(files, settings.tokenizer, settings.named, found)
+    empty += found
 
 
 def check_split(settings: RowSettings) -> None:
@@ -652,6 +688,7 @@ def _check_sides(
         counts = writer.counts
         fill = counts["tokens"] / (counts["rows"] * (settings.seq_len + 1))
         found = {"marks": dict(writer.marks.most_common()), "first_long": writer.long}
+        found["forms"] = dict(writer.forms.most_common())
         sides[name] = counts | {"fill": round(fill, 4)} | found
     return sides
 

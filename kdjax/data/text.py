@@ -1,13 +1,8 @@
-"""Documents from files: plain text and source code, JSON lines, Parquet; text or conversations."""
+"""Documents from records: texts, conversations, prompts with completions, answers of a server."""
 
-import functools
-import glob
 import hashlib
 import itertools
-import json
 import logging
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,31 +16,15 @@ from kdjax.data.conversations import (
     read_conversation,
     render_answers,
 )
-from kdjax.data.installed import source_files
-from kdjax.errors import MissingFileError, UserError, suggest_path
-from kdjax.hub import TEXT, fetch_path
+from kdjax.data.fields import FORMS, NAMED, Fields, name_known
+from kdjax.data.readers import read_records
+from kdjax.data.sources import name_some
+from kdjax.errors import UserError
 from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
 
-# What a directory is searched for; a file named outright is read whatever its suffix.
-# fmt: off
-TEXT_SUFFIXES = frozenset((
-    ".txt", ".md", ".rst", ".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".cu", ".cuh",
-    ".hpp", ".rs", ".go", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx", ".rb", ".php",
-    ".pl", ".lua", ".r", ".jl", ".swift", ".cs", ".hs", ".ml", ".ex", ".erl", ".clj", ".sh",
-    ".bash", ".sql", ".html", ".css", ".xml", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".json",
-    ".tex", ".proto", ".cmake", ".dockerfile",
-))
-# fmt: on
-TABLE_SUFFIXES = frozenset((".jsonl", ".parquet"))
 _CHATS = 1_024  # beginnings encoded at a time: bounds memory
-_SKIPPED_FOLDERS = ("__pycache__", "node_modules")
-# The fields of a record, and how messages tell them.
-_FIELDS = (("text",), ("messages",), ("prompt", "completion"), ("prompt",))
-_BESIDE = ("opening", "tools", "chat_template_kwargs")  # what a conversation's record may have too
-_FORMS = '"text" (a string), "messages" (a list), or "prompt" and "completion" (strings)'
-_PYTHON = re.compile(r"(?:^|,)\s*python:")
 
 
 class Document(NamedTuple):
@@ -112,90 +91,23 @@ def encode_documents(
         yield ids, offsets
 
 
-def split_sources(text: str) -> tuple[list[str], list[str]]:
-    """`"corpus,*.md,python:jax,flax"` as the patterns of files and the packages named last."""
-    found = _PYTHON.search(text)
-    paths, packages = (text[: found.start()], text[found.end() :]) if found else (text, "")
-    packages = _PYTHON.sub(",", packages)
-    return _split(paths), _split(packages)
+def documents(
+    files: Iterable[Path],
+    tokenizer: Tokenizer,
+    fields: Fields = NAMED,
+    empty: list[str] | None = None,
+) -> Iterator[Document]:
+    """Every non-empty document of the files, in order; `empty` gets the places of others.
 
-
-def _split(text: str) -> list[str]:
-    if os.path.lexists(os.path.expanduser(text)):  # a name may have commas in it
-        return [text]
-    return [part for part in map(str.strip, text.split(",")) if part]
-
-
-def find_files(patterns: str) -> list[Path]:
-    """Files of comma-separated directories, globs and names, sorted, each once.
-
-    `python:NAMES` at the end stands for the source files of installed packages, in the order of
-    their names there (`installed.source_files`), wherever this machine keeps them. Links to
-    nothing are left out with a warning. Raises `MissingFileError` naming the first pattern that
-    matches nothing.
+    Warns once of empty ones, of JSON that is a text and of NUL bytes. Raises `UserError` naming
+    file and line (or row) of the first thing that cannot be read.
     """
-    files: set[Path] = set()
-    dead: set[Path] = set()
-    paths, packages = split_sources(patterns)
-    for pattern in (p for path in paths for p in _split(fetch_path(path, TEXT))):
-        expanded = os.path.expanduser(pattern)
-        matches = sorted(glob.glob(_escape_folders(expanded), recursive=True)) or [expanded]
-        matched: set[Path] = set()
-        for path in map(Path, matches):
-            matched |= set(_walk(path)) if path.is_dir() else {path}
-        links = {path for path in matched if path.is_symlink() and not path.exists()}
-        matched = {path for path in matched - links if path.is_file()}
-        if not matched:
-            only = f" but links to nothing ({_name_some(sorted(links))})" if links else ""
-            raise MissingFileError(
-                f"{pattern}: no file found{only}. Give a directory of text, a glob such as "
-                f"'src/**/*.py', or a .txt, .jsonl or .parquet file.{suggest_path(expanded)}"
-            )
-        files |= matched
-        dead |= links
-    if dead:
-        _warn_of_links(tuple(sorted(dead)))
-    installed = [path for package in packages for path in source_files(package)]
-    if not files and not installed:
-        raise MissingFileError("no text was named: set data.train to directories, globs or files.")
-    return list(dict.fromkeys([*sorted(files), *installed]))
-
-
-def _escape_folders(pattern: str) -> str:
-    """The pattern with `[`, `*` and `?` taken literally in each leading folder that exists so."""
-    done, rest = "/" if pattern.startswith("/") else "", pattern.lstrip("/").split("/")
-    while rest and os.path.lexists(os.path.join(done, rest[0])):
-        done = os.path.join(done, rest.pop(0))
-    return os.path.join(glob.escape(done), *rest)
-
-
-@functools.cache  # files are looked for before a run, and for its rows
-def _warn_of_links(links: tuple[Path, ...]) -> None:
-    _log.warning("%s: a link to nothing, left out", _name_some(links))
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """The files of text under a folder, hidden folders left out; raises for one that is locked."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
-        for name in names:
-            if Path(name).suffix.lower() in TEXT_SUFFIXES | TABLE_SUFFIXES:
-                yield Path(parent, name)
-
-
-def documents(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Document]:
-    """Every non-empty document of the files, in order.
-
-    Warns once of empty ones and once of NUL bytes. Raises `UserError` naming file and line (or
-    row) of the first thing that cannot be read.
-    """
-    empty: list[str] = []
+    empty = [] if empty is None else empty
     with_nul: list[str] = []
-    for source, record in _read_records(files):
+    json_texts: list[str] = []
+    for source, record in read_records(files, fields):
+        if source.lower().endswith(".json"):  # a record's place ends with its number
+            json_texts.append(source)
         for document in _make_documents(record, source, tokenizer):
             if "\0" in document.text:
                 with_nul.append(source)
@@ -204,14 +116,11 @@ def documents(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Document]
             elif not source.endswith("__init__.py"):  # of which packages are full
                 empty.append(source)
     if empty:
-        _log.warning("%s: no text there, left out", _name_some(empty))
+        _log.warning("%s: no text there, left out", name_some(empty))
+    if json_texts:
+        _log.warning("%s: JSON that holds no records, read as text", name_some(json_texts))
     if with_nul:
-        _log.warning("%s: found NUL bytes, which are kept as text", _name_some(with_nul))
-
-
-def _name_some(sources: Sequence[object]) -> str:
-    more = f" and {len(sources) - 3} more" if len(sources) > 3 else ""
-    return ", ".join(map(str, sources[:3])) + more
+        _log.warning("%s: found NUL bytes, which are kept as text", name_some(with_nul))
 
 
 class Opening(NamedTuple):
@@ -223,14 +132,16 @@ class Opening(NamedTuple):
     opening: str = ""  # what begins the turn of a conversation's answer
 
 
-def openings(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Opening]:
+def openings(
+    files: Iterable[Path], tokenizer: Tokenizer, fields: Fields = NAMED
+) -> Iterator[Opening]:
     """Yields the beginning that a model goes on from, for every non-empty record, in order.
 
     Of `messages` the conversation up to the assistant's next turn, which is opened: an answer that
     ends them is left out. A record's `opening` stands at the beginning of that turn. Of a `prompt`
     that, of anything else its text, as it is. Raises as `documents`.
     """
-    for source, record in _read_records(files):
+    for source, record in read_records(files, fields):
         if isinstance(record, Mapping) and is_conversation(record):
             opening = record.get("opening") or ""
             if not isinstance(opening, str):
@@ -266,85 +177,6 @@ def encode_chats(
             yield one, next(encoded) if one.chat else []
 
 
-def _read_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:
-    """Every record of the files with its place, "file" or "file:line"; a text file is one."""
-    for path in files:
-        suffix = path.suffix.lower()
-        if suffix == ".jsonl":
-            yield from read_json_lines(path)
-        elif suffix == ".parquet":
-            yield from _read_parquet(path)
-        else:
-            yield str(path), {"text": _read_text(path)}
-
-
-def _read_text(path: Path) -> str:
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise UserError(
-            f"{path}:{line}: byte {error.start} ({data[error.start]:#04x}) is not UTF-8. Convert "
-            "the file to UTF-8 or leave it out of data.train."
-        ) from error
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every record of the file with its place, "file:line". Raises `UserError` for a bad line."""
-    # Split on newlines only: str.splitlines would cut inside strings at U+2028.
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if "\\u" in line:
-                json.dumps(record, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"{path}:{number}: found {error.object[error.start]!r}, half of a character's "
-                "escape; expected both halves. Leave it out: the text was cut there."
-            ) from error
-        except (ValueError, RecursionError) as error:
-            decoded = isinstance(error, json.JSONDecodeError)
-            said = f"{error.msg} at column {error.colno}" if decoded else str(error)
-            raise UserError(
-                f"{path}:{number}: not JSON ({said}). Each line must be one object with {_FORMS}."
-            ) from error
-        yield f"{path}:{number}", record
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"{path}: found Parquet, which needs pyarrow. Install it: pip install 'kdjax[parquet]'"
-        ) from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        there = file.schema_arrow.names
-        names = next((x for x in _FIELDS if set(x) <= set(there)), None)
-        if names is None:
-            raise UserError(f"{path}: expected columns of {_FORMS}; found {', '.join(there)}.")
-        number = 0
-        columns = [*names, *(name for name in _BESIDE if name in there)]
-        for batch in file.iter_batches(columns=columns):
-            for record in batch.to_pylist():
-                number += 1
-                yield f"{path}:{number}", _drop_nulls(record)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable Parquet file ({error}).") from error
-
-
-def _drop_nulls(value: Any) -> Any:
-    """A value without the keys that a column of objects fills with null where a record has none."""
-    if isinstance(value, Mapping):
-        return {name: _drop_nulls(v) for name, v in value.items() if v is not None}
-    return [_drop_nulls(v) for v in value] if isinstance(value, list) else value
-
-
 def _make_documents(record: object, source: str, tokenizer: Tokenizer) -> Iterator[Document]:
     """The documents of a record: one, or each answer of a server."""
     if not is_answer(record):
@@ -366,7 +198,8 @@ def _make_document(record: object, source: str, tokenizer: Tokenizer) -> Documen
         text = prompt + completion
         return Document(text, source, ((len(prompt), len(text)),))
     content = sorted(fields) if isinstance(record, Mapping) else type(record).__name__
-    raise UserError(f"{source}: expected an object with {_FORMS}; found {content}.")
+    known = name_known(fields) if fields else ""
+    raise UserError(f"{source}: expected an object with {FORMS}; found {content}.{known}")
 
 
 def _render_conversation(record: Mapping[str, Any], source: str, tokenizer: Tokenizer) -> Document:

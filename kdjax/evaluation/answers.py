@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kdjax.data.conversations import Conversation
-from kdjax.data.text import find_files, openings
+from kdjax.data.sources import find_files
+from kdjax.data.text import openings
 from kdjax.errors import UserError
 from kdjax.evaluation import passk
 from kdjax.evaluation import problems as bench

@@ -15,7 +15,7 @@ _CODE = ("identifier", "keyword", "number", "whitespace", "comment/string", "ope
 CLASSES = (*_CODE, "text", "end of text")
 _ID = {name: i for i, name in enumerate(CLASSES)}
 END = _ID["end of text"]
-_LINE = re.compile(r":\d+$")  # "data.jsonl:12", a record of unknown language
+_LINE = re.compile(r":\d+$|\.ipynb$")  # "data.jsonl:12", a text of unknown language
 # Subtypes before what they belong to: `and` is Operator.Word, a string is a Literal.
 _KINDS = {
     "keyword": (Operator.Word, Keyword),

@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 
 from kdjax.data import pipeline
 from kdjax.data.rows import COLUMNS, Rows
-from kdjax.data.text import Opening, encode_chats, find_files, openings
+from kdjax.data.sources import find_files
+from kdjax.data.text import Opening, encode_chats, openings
 from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec

@@ -29,7 +29,8 @@ from kdjax.data.rows import (
     tokenize_documents,
     warn_of_marks,
 )
-from kdjax.data.text import Document, documents, encode_documents, find_files
+from kdjax.data.sources import find_files
+from kdjax.data.text import Document, documents, encode_documents
 from kdjax.device import cluster
 from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError

@@ -10,7 +10,6 @@ HumanEval as `base`; MBPP's sentence and first test as a comment above `def`.
 
 import ast
 import dataclasses
-import gzip
 import json
 import re
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from kdjax.errors import MissingFileError, UserError, suggest_path
 from kdjax.evaluation.extraction import extract_code
+from kdjax.formats.files import MOST_UNPACKED, open_unpacked
 from kdjax.models.tokenizer import Tokenizer
 
 WORDINGS = ("base", "instruct", "request", "bare")
@@ -40,7 +40,6 @@ REQUEST = (
     "```python\n{}\n```"
 )
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_MOST_BYTES = 1 << 28  # of a file of problems, decompressed
 _MBPP_TEST_SPLIT = range(11, 511)  # 1 to 10 are for prompts, the rest for training
 
 
@@ -89,15 +88,13 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_plain(path: Path) -> bytes:
-    """The file's bytes, decompressed; raises `UserError` for more than any benchmark has."""
-    with path.open("rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
-    with gzip.open(path) if zipped else path.open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
+    """The file's bytes, unpacked; raises `UserError` for more than any benchmark has."""
+    with open_unpacked(path) as file:
+        data = file.read(MOST_UNPACKED + 1)
+    if len(data) > MOST_UNPACKED:
         raise UserError(
-            f"{path}: found more than {_MOST_BYTES >> 20} MiB of problems; expected a benchmark's "
-            "file, the largest of which have some tens. Download the file again."
+            f"{path}: found more than {MOST_UNPACKED >> 20} MiB of problems; expected a file of a "
+            "benchmark, the largest of which have some tens. Download the file again."
         )
     return data
 

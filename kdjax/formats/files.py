@@ -1,12 +1,15 @@
 """Checked reading and atomic writing, shared by the readers and writers of checkpoint files."""
 
 import contextlib
+import gzip
+import io
 import json
 import math
 import os
 import re
 import struct
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,12 +20,81 @@ from kdjax.errors import UserError, WriteError
 from kdjax.formats.blocks import row_bytes
 
 DOWNLOAD = "Download the file again."
+MOST_UNPACKED = 1 << 28  # bytes of a packed file that are read at once: a small one may hold any
 _MOST_BYTES = 2**50  # a thousand times the largest checkpoints: a header that says more is damaged
 
 # A tensor to write: its bytes, as an array of any type and shape, or a function that returns them
 # or their successive chunks.
 Data = np.ndarray | Callable[[], np.ndarray | Iterable[np.ndarray]]
 TensorToWrite = tuple[str, str, tuple[int, ...], Data]  # name, block type, row-major shape, data
+
+
+def open_unpacked(path: Path) -> io.BufferedIOBase:
+    """Opens a file to read, unpacked if it begins as gzip or Zstandard do.
+
+    The caller bounds the number of bytes. Raises `UserError` where Zstandard needs a package and,
+    while it is read, for packed bytes that are damaged.
+    """
+    file = path.open("rb")
+    head = file.read(4)
+    file.seek(0)
+    if head.startswith(b"\x1f\x8b"):
+        file.close()
+        return _Unpacked(path, gzip.open(path))
+    if head != b"\x28\xb5\x2f\xfd":
+        return file
+    file.close()
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(
+            f"{path}: found Zstandard, which needs pyarrow. Install it: "
+            "pip install 'kdjax[parquet]'. Or unpack the file: zstd -d FILE"
+        ) from None
+    return _Unpacked(path, pyarrow.input_stream(str(path), compression="zstd"))
+
+
+def read_unpacked(path: Path) -> bytes:
+    """The bytes of a file, unpacked; raises `UserError` for a packed one of very many."""
+    with open_unpacked(path) as file:
+        if not isinstance(file, _Unpacked):
+            return file.read()
+        data = file.read(MOST_UNPACKED + 1)
+    if len(data) > MOST_UNPACKED:
+        raise UserError(
+            f"{path}: found more than {MOST_UNPACKED >> 20} MiB in a packed file that is read at "
+            "once; expected less. Unpack it, or write its records as .jsonl, which is read by line."
+        )
+    return data
+
+
+class _Unpacked(io.BufferedReader):
+    """A packed file, unpacked as it is read; damage is a `UserError`."""
+
+    def __init__(self, path: Path, file: Any):
+        super().__init__(_Raw(path, file))
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, path: Path, file: Any):
+        self._path, self._file = path, file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._file.read(len(buffer))
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(
+                f"{self._path}: found packed bytes that cannot be unpacked ({error}). {DOWNLOAD}"
+            ) from error
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def bad(path: Path, found: str, expected: str, remedy: str) -> UserError:

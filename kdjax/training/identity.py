@@ -38,6 +38,7 @@ CONTENTS = {
     "data.heldout_fraction": "data.rows",
     "data.tokenizer": "data.rows",
     "data.long": "data.rows",
+    "data.fields": "data.rows",
     "rollout.prompts": "rollout.prompts",
 }
 # Fields, and sections, that change only cost, place or reports: a run goes on with other values.

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from kdjax.config import (
     LossConfig,
     StudentConfig,
     TrainConfig,
+    count_own_rows,
     flatten,
+    last_step,
     name_files,
 )
 from kdjax.data import pipeline
+from kdjax.data.counts import TextCounts
+from kdjax.data.fields import Fields
 from kdjax.data.rows import RowSet, RowSettings, check_split, prepare_rows, rows_key, warn_of_marks
+from kdjax.data.sources import survey_files
 from kdjax.data.teacher_cache import hash_index, join_hashes, read_index, split_caches
 from kdjax.device import cluster
 from kdjax.errors import MissingFileError, UserError
@@ -46,8 +52,11 @@ def prepare_all(config: Config, pair: Pair, begun: str = "") -> RowSet:
     a teacher with another chat template than the prompts'.
     """
     rows = prepare(config.data, pair.tokenizer, begun)
+    for line in count_run(config, rows).lines():
+        _log.info("%s", line)
     if config.rollout.prompts and pair.teacher is not None:
-        check_templates(config.rollout, pair.tokenizer, pair.teacher.tokenizer)
+        tokenizers = pair.tokenizer, pair.teacher.tokenizer
+        check_templates(config.rollout, *tokenizers, Fields.parse(config.data.fields))
     return rows
 
 
@@ -65,12 +74,25 @@ def prepare(data: DataConfig, tokenizer: Tokenizer, begun: str = "") -> RowSet:
         rows = prepare_rows(row_settings(data, tokenizer), folder, begun)
     for side in ("train", "heldout"):
         info = rows.info[side]
-        counts = (f"{info[name]:,}" for name in ("rows", "tokens", "documents"))
-        full = f"{info['fill']:.1%} full"
-        _log.info("text, %s: %s rows, %s tokens of %s documents, %s", side, *counts, full)
         _warn_of_long(side, info, data)
         warn_of_marks(side, info["marks"], tokenizer, data.parse_special)
     return rows
+
+
+def count_run(config: Config, rows: RowSet) -> TextCounts:
+    """Counts what the run reads of its text, and what is left out."""
+    fields = Fields.parse(config.data.fields)
+    files: dict[str, dict[str, int]] = {}
+    for patterns in filter(None, (config.data.train, config.data.heldout)):
+        for why, counts in survey_files(patterns, fields).count().items():
+            files[why] = dict(Counter(files.get(why, {})) + Counter(counts))
+    return TextCounts(rows.info, files, count_epochs(config, rows))
+
+
+def count_epochs(config: Config, rows: RowSet) -> float:
+    """The number of epochs of the training rows that the run reads."""
+    read = config.train.batch_size - count_own_rows(config)
+    return last_step(config) * read / len(rows.train)
 
 
 def _warn_of_long(side: str, info: Mapping[str, Any], data: DataConfig) -> None:
@@ -86,18 +108,13 @@ def _warn_of_long(side: str, info: Mapping[str, Any], data: DataConfig) -> None:
         )
 
 
-def warn_of_readings(train: TrainConfig, own: int, rows: RowSet) -> None:
-    """Warns of text that the run would read so often that students remember it.
-
-    `own` rows of a batch are self-generated.
-    """
-    read = train.batch_size - own
-    times = train.steps * read / len(rows.train)
-    if times > _READINGS:
+def warn_of_readings(config: Config, epochs: float) -> None:
+    """Warns of text that the run would read so often that students remember it."""
+    if epochs > _READINGS:
         _log.warning(
             "train: %s steps are %.1f epochs of the text, and students memorise what they read for "
             "more than %s: use more text (data.train), or fewer steps",
-            *(f"{train.steps:,}", times, _READINGS),
+            *(f"{config.train.steps:,}", epochs, _READINGS),
         )
 
 
@@ -143,6 +160,7 @@ def row_settings(data: DataConfig, tokenizer: Tokenizer) -> RowSettings:
         max_segments=data.max_segments,
         parse_special=data.parse_special,
         long=data.long,
+        fields=data.fields,
     )
 
 

@@ -26,6 +26,7 @@ from kdjax.config import (
     last_step,
 )
 from kdjax.data import pipeline
+from kdjax.data.counts import TextCounts
 from kdjax.data.pipeline import Source, TextSource
 from kdjax.data.rows import Rows, RowSet
 from kdjax.data.teacher_cache import (
@@ -49,6 +50,7 @@ from kdjax.training.forms import form_of
 from kdjax.training.identity import check_same_run, describe_cache, identify
 from kdjax.training.inputs import (
     check_texts,
+    count_run,
     find_begun,
     hash_divergence,
     hash_imatrix,
@@ -97,6 +99,7 @@ class Job:
     plan: Plan | None = None  # None where nothing was planned: a benchmark
     cache: TeacherCache | SeveralCaches | None = None  # the teacher's, which is then not loaded
     user_code: UserCode = NO_CODE  # what a user gave as Python
+    counts: TextCounts | None = None  # None where nothing was counted: a benchmark
 
     def restore(self, checkpoints: Checkpoints) -> TrainState:
         """The state to start from: the run's checkpoint, else the student's file or random weights.
@@ -264,7 +267,8 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
     _warn_of_others(plan, placement)
     with timing("text"):
         rows = prepare_all(config, pair, find_begun(workdir))
-    warn_of_readings(config.train, count_own_rows(config), rows)
+    counts = count_run(config, rows)
+    warn_of_readings(config, counts.epochs)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(hash_models, pair)
         cache = None
@@ -304,6 +308,7 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
         plan=plan,
         cache=cache,
         user_code=user_code,
+        counts=counts,
     )
 
 

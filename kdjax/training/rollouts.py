@@ -22,6 +22,7 @@ from kdjax.config import (
     count_own_rows,
     count_prompt_positions,
 )
+from kdjax.data.fields import NAMED, Fields
 from kdjax.data.pipeline import News, Source, TextSource, example, stack_examples
 from kdjax.data.rollouts import (
     ROUND,
@@ -38,7 +39,8 @@ from kdjax.data.rollouts import (
     write_round,
 )
 from kdjax.data.rows import Rows
-from kdjax.data.text import find_files, openings
+from kdjax.data.sources import find_files
+from kdjax.data.text import openings
 from kdjax.device.cluster import exchange, first_before_others
 from kdjax.errors import CheckError, UserError
 from kdjax.losses.kd import KDLoss
@@ -385,17 +387,20 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
         count_prompt_positions(config),
         config.train.seed,
         parse_special=config.data.parse_special,
+        fields=Fields.parse(config.data.fields),
     )
 
 
-def check_templates(rollout: RolloutConfig, ours: Tokenizer, theirs: Tokenizer) -> None:
+def check_templates(
+    rollout: RolloutConfig, ours: Tokenizer, theirs: Tokenizer, fields: Fields = NAMED
+) -> None:
     """Raises `UserError` if the teacher's chat template differs from the student's.
 
     Only a warning with `rollout.allow_other_template`.
     """
     if ours.chat_template is None or ours.chat_template == theirs.chat_template:
         return
-    differing = _find_differing(rollout.prompts, ours, theirs)
+    differing = _find_differing(rollout.prompts, ours, theirs, fields)
     if differing is None:
         return
     message = (
@@ -411,14 +416,16 @@ def check_templates(rollout: RolloutConfig, ours: Tokenizer, theirs: Tokenizer) 
     _log.warning("%s", message)
 
 
-def _find_differing(prompts: str, ours: Tokenizer, theirs: Tokenizer) -> tuple[str, str] | None:
+def _find_differing(
+    prompts: str, ours: Tokenizer, theirs: Tokenizer, fields: Fields
+) -> tuple[str, str] | None:
     """The first prompt that the two render differently, in both renderings; None if none."""
-    files = find_files(prompts)
-    rendered = (one.text for one in openings(files, ours) if one.chat)
+    files = find_files(prompts, fields)
+    rendered = (one.text for one in openings(files, ours, fields) if one.chat)
     if theirs.chat_template is None:
         first = next(rendered, None)
         return None if first is None else (first, "(no template)")
-    others = (one.text for one in openings(files, theirs) if one.chat)
+    others = (one.text for one in openings(files, theirs, fields) if one.chat)
     pairs = zip(rendered, others, strict=False)
     for _, (mine, other) in zip(range(_COMPARED_TEMPLATES), pairs, strict=False):
         if mine != other:

@@ -22,7 +22,7 @@ from kdjax import __version__
 from kdjax.config import Config
 from kdjax.data.installed import package_versions
 from kdjax.data.rows import packed_hash
-from kdjax.data.text import split_sources
+from kdjax.data.sources import split_sources
 from kdjax.device.runtime import Devices
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import RECEIPT, saved_params
@@ -272,6 +272,7 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
             "rows": job.rows.key,
             "folder": str(rows),
             "packed_sha256": None,
+            "counts": job.counts and job.counts.describe(),
         },
         "sources": _describe_sources(job.config),
     }

@@ -12,7 +12,7 @@ import numpy as np
 
 from kdjax.config import SELF, Config, RemovedError, find_removed, map_files, read_section
 from kdjax.data.rows import packed_hash
-from kdjax.data.text import split_sources
+from kdjax.data.sources import split_sources
 from kdjax.errors import CheckError, UserError, suggest_path
 from kdjax.formats import TensorTable, content_hash, open_table
 from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, saved_steps

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kdjax.data.text import find_files
+from kdjax.data.sources import find_files
 from kdjax.errors import reporting
 from kdjax.evaluation.problems import load_humaneval, load_mbpp
 from kdjax.formats.files import replacing
