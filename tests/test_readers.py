@@ -189,6 +189,9 @@ def test_unknown_columns_say_what_names_them(tmp_path, tokenizer):
     (tmp_path / "a.csv").write_text("question,answer\na,b\n")
     with pytest.raises(UserError, match=r"a.jsonl:1: .*Set data.fields=user=instruction\+input,as"):
         list(documents([tmp_path / "a.jsonl"], tokenizer))
+    (tmp_path / "b.jsonl").write_bytes(lines([{"prompt": "a", "response": "b"}]))
+    with pytest.raises(UserError, match=r"b.jsonl:1: .*Set data.fields=user=prompt,assistant=resp"):
+        list(documents([tmp_path / "b.jsonl"], tokenizer))
     with pytest.raises(UserError, match=r"a.csv: .*Set data.fields=user=question,assistant=answer"):
         list(documents([tmp_path / "a.csv"], tokenizer))
 

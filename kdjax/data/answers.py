@@ -47,9 +47,11 @@ class Said(NamedTuple):
 
 
 def is_answer(record: object) -> bool:
-    """Whether a line of a file has log-probabilities."""
+    """Whether a line of a file has log-probabilities; a response that is a text has none."""
     names = "response", "choices", "completion_probabilities", "teacher_ids"
-    return isinstance(record, Mapping) and any(name in record for name in names)
+    if not isinstance(record, Mapping) or isinstance(record.get("response"), str):
+        return False
+    return any(name in record for name in names)
 
 
 def read_answers(record: Mapping[str, Any], source: str, tokenizer: Tokenizer) -> Iterator[Said]:
