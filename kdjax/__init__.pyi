@@ -5,6 +5,7 @@ from .export import export_gguf as export_gguf
 from .export import export_gguf_adapter as export_gguf_adapter
 from .export import export_hf as export_hf
 from .export import export_peft as export_peft
+from .export.push import push_to_hub as push_to_hub
 from .losses.divergences import Divergence as Divergence
 from .losses.divergences import JensenShannon as JensenShannon
 from .losses.divergences import Mixture as Mixture

@@ -540,6 +540,40 @@ def _show(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
 
 
+# --- uploads ------------------------------------------------------------------------------------
+
+
+def upload(repository: str, files: Mapping[str, Path | bytes], *, private: bool = False) -> str:
+    """Uploads files, by their name in a model repository, in one commit; returns its address.
+
+    The repository is made if the account has none of this name; other files in it stay. The token
+    is `huggingface_hub`'s: HF_TOKEN or `hf auth login`. Raises `UserError` for another form of
+    name, and `MissingFileError` where the Hub refuses or does not answer; then nothing is changed.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    path = HubPath.parse(f"{PREFIX}{repository}", MODEL)
+    if path.file or path.revision:
+        raise UserError(f"{repository}: expected ORG/REPO, without a file or a revision.")
+    operations = [CommitOperationAdd(name, source) for name, source in files.items()]
+    total = sum(operation.upload_info.size for operation in operations)
+    _log.info("%s: %d files, %s to upload", repository, len(files), _show(total))
+    api = HfApi()
+    try:
+        with _explaining(path):
+            api.create_repo(repository, private=private or None, exist_ok=True)
+            made = api.create_commit(
+                repository, operations, commit_message="Upload by kdjax", repo_type="model"
+            )
+    except _UnreachableError as error:
+        cause = type(error.__cause__).__name__
+        raise MissingFileError(
+            f"{repository}: the Hub does not answer ({cause}), and nothing was changed there. With "
+            "a network, the same command does all of it."
+        ) from error
+    return str(made.commit_url)
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 
@@ -584,7 +618,8 @@ def _explaining(path: HubPath) -> Iterator[None]:
         status = error.response.status_code
         if status >= 500 or status == 429:
             raise _UnreachableError(_unreachable(path, error)) from error
-        raise MissingFileError(f"{path.text}: {hub} refuses it ({error}). Try {login}.") from error
+        said = " ".join(str(error).split())
+        raise MissingFileError(f"{path.text}: {hub} refuses it ({said}). Try {login}.") from error
     except errors.HTTPError as error:  # pyright: ignore[reportPrivateImportUsage]  # httpx's
         raise _UnreachableError(_unreachable(path, error)) from error
     except UserError:

@@ -1,5 +1,6 @@
 """A Hugging Face Hub on loopback: what `huggingface_hub` asks of one, and ways of going wrong."""
 
+import base64
 import contextlib
 import hashlib
 import http.server
@@ -26,6 +27,9 @@ class FakeHub:
         self.damaged = set()  # file names whose last byte arrives wrong
         self.broken = False  # every answer is an error of the server
         self.asked = []  # method, path and Range of every request
+        self.sent = []  # body of every request that has one
+        self.blobs = {}  # uploaded large files, by SHA-256
+        self.closed = False  # nobody may write
 
     def downloads(self):
         """Files whose bytes were asked for, and from which byte on."""
@@ -62,6 +66,51 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self._answer()
 
+    def do_PUT(self):
+        self.server.hub.blobs[self.path.rpartition("/")[2]] = self._read()
+        self._send(200, b"")
+
+    def do_POST(self):
+        """Uploads: https://huggingface.co/docs/hub/api, and Git LFS' batch interface."""
+        hub, body = self.server.hub, self._read()
+        path = urllib.parse.urlsplit(self.path).path
+        address = f"http://127.0.0.1:{self.server.server_port}"
+        if hub.closed or hub.broken:
+            return self._send(503 if hub.broken else 401, b'{"error": "no"}')
+        said = {}
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            hub.repositories.setdefault(name, {})
+            said = {"url": f"{address}/{name}"}
+        elif "/preupload/" in path:
+            files = [file["path"] for file in json.loads(body)["files"]]
+            modes = ["regular" if f.endswith((*_IN_GIT, ".md")) else "lfs" for f in files]
+            ways = zip(files, modes, strict=True)
+            rows = [{"path": f, "uploadMode": mode, "shouldIgnore": False} for f, mode in ways]
+            said = {"files": rows}
+        elif path.endswith("/objects/batch"):
+            upload = [
+                one | {"actions": {"upload": {"href": f"{address}/blob/{one['oid']}"}}}
+                for one in json.loads(body)["objects"]
+            ]
+            said = {"transfer": "basic", "objects": upload}
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path):
+            for line in map(json.loads, body.splitlines()):
+                file, files = line["value"], hub.repositories[match[1]]
+                if line["key"] == "file":
+                    files[file["path"]] = base64.b64decode(file["content"])
+                elif line["key"] == "lfsFile":
+                    files[file["path"]] = hub.blobs[file["oid"]]
+            said = {"commitOid": COMMIT, "commitUrl": f"{address}/{match[1]}/commit/{COMMIT}"}
+        self._send(200, json.dumps(said).encode())
+
+    def _read(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.hub.sent.append(body)
+        self.server.hub.asked.append((self.command, self.path, None))
+        return body
+
     def _answer(self):
         url = urllib.parse.urlsplit(self.path)
         path = urllib.parse.unquote(url.path)
@@ -81,7 +130,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def _refuse(self, repository, revision):

@@ -14,6 +14,7 @@ from unittest import mock
 
 import huggingface_hub
 import pytest
+import yaml
 from conftest import make_tiny_config
 from fake_hub import COMMIT, FakeHub
 from huggingface_hub import constants, file_download
@@ -24,7 +25,9 @@ from kdjax.config import Config
 from kdjax.data.sources import find_files
 from kdjax.device import runtime
 from kdjax.errors import MissingFileError, UserError, WriteError
+from kdjax.export import export_hf, push_to_hub
 from kdjax.models.checkpoint import ModelArgument, open_checkpoint, run_sources
+from kdjax.models.model import load
 from kdjax.watch.receipt import _describe_sources
 from kdjax.watch.verify import verify
 
@@ -489,3 +492,70 @@ def test_a_whole_run_needs_nothing_before_it(config_file, fake, tmp_path):
     assert sources["data.heldout"] == [f"hf:datasets/org/text/test.jsonl@{COMMIT}"]
     assert sources["data.train"][0].startswith("python:tokenizers==")
     assert all(line.startswith("ok ") for line in verify(Path("run")))
+
+
+# --- uploads ------------------------------------------------------------------------------------
+
+
+SECRET = "hf_thisIsTheSecretTokenOfTheTest"
+
+
+def test_a_file_comes_with_a_card_and_no_token(fake, said, models, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    run = tmp_path / "run"
+    run.mkdir()
+    sources = {"student.path": [f"hf:org/Base@{COMMIT}"]}
+    sources["data.train"] = [f"hf:datasets/org/text/a.jsonl@{COMMIT}", "python:optax==1"]
+    figures = {name: {"step": n, "kl": 1.5 / (n + 1)} for n, name in enumerate(("first", "final"))}
+    receipt = {"sources": sources, "held_out": figures, "student": {"sha256": "5d"}}
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    file = models / "student.gguf"
+    assert cli.main(["push", str(file), "me/Small-GGUF", f"--run={run}"]) == 0
+    assert f"/me/Small-GGUF/commit/{COMMIT}" in capsys.readouterr().out
+    stored = fake.repositories["me/Small-GGUF"]
+    assert set(stored) == {"student.gguf", "README.md"}
+    assert stored["student.gguf"] == file.read_bytes()
+    front, card = stored["README.md"].decode().split("---\n")[1:3]
+    assert yaml.safe_load(front) == {
+        "library_name": "gguf",
+        "base_model": ["org/Base"],
+        "base_model_relation": "quantized",
+        "datasets": ["org/text"],
+        "tags": ["distillation", "kdjax"],
+    }
+    assert "| 1.5 | 0.75 |" in card and "`5d`" in card
+    assert not any(SECRET.encode() in body for body in fake.sent) and SECRET not in said()
+    # Again, without a record: the file, and a card that claims nothing.
+    hub_address = push_to_hub(file, "me/Small-GGUF")
+    assert hub_address.endswith(COMMIT) and "base_model" not in str(stored["README.md"])
+
+
+def test_a_folder_is_uploaded_as_it_was_exported(fake, models, tmp_path):
+    export_hf(load(models / "student.gguf", dtype="float32"), tmp_path / "hf")
+    push_to_hub(tmp_path / "hf", "me/student")
+    stored = fake.repositories["me/student"]
+    assert sorted(stored) == names(tmp_path / "hf") and "README.md" in stored
+    assert stored["model.safetensors"] == (tmp_path / "hf" / "model.safetensors").read_bytes()
+    assert b"library_name: transformers" in stored["README.md"]
+
+
+def test_what_cannot_be_uploaded_is_named(fake, models, tmp_path):
+    file = models / "student.gguf"
+    (tmp_path / "none").mkdir()
+    for path, repository, message in (
+        (tmp_path / "none", "me/x", "none: found no config.json or adapter_config.json"),
+        (tmp_path / "gone", "me/x", "gone: no such file or folder"),
+        (file, "x", "hf:x: expected hf:ORG/REPO"),
+        (file, "me/x@main", "expected ORG/REPO, without a file or a revision"),
+    ):
+        with pytest.raises(UserError, match=message):
+            push_to_hub(path, repository)
+    with pytest.raises(UserError, match=r"found no receipt\.json; expected the workdir"):
+        push_to_hub(file, "me/x", run=tmp_path / "none")
+    fake.closed = True
+    with pytest.raises(MissingFileError, match=r"me/x: .* refuses it .* Try `hf auth login`"):
+        push_to_hub(file, "me/x")
+    fake.closed, fake.broken = False, True
+    with pytest.raises(MissingFileError, match=r"me/x: the Hub does not answer .* nothing was"):
+        push_to_hub(file, "me/x")
+    assert not fake.blobs

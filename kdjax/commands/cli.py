@@ -31,6 +31,7 @@ COMMANDS = {
     "shrink": "make the best GGUF file of a size from a model",
     "imatrix": "measure which inputs of a model's matrices matter on a text",
     "export": "write a trained student, or any model, for Transformers, llama.cpp or as .apr",
+    "push": "upload a student, or an exported folder or file, to the Hugging Face Hub",
     "report": "draw the results of runs: one HTML page, and PNG files",
     "verify": "recheck a run's receipt against the files that it names",
 }

@@ -133,37 +133,38 @@ def _read_step(text: str) -> int | str:
     return text if text == NEWEST else int(text)
 
 
-def _parser() -> Parser:
-    parser = Parser("export", __doc__, CHECK_FAILED)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser("export", __doc__, CHECK_FAILED)
     text = "the workdir of a run, a model file or a Hugging Face folder"
-    parser.add_argument("model", metavar="MODEL", help=text)
+    flags.add_argument("model", metavar="MODEL", help=text)
     text = "hf: a Hugging Face folder; gguf: for llama.cpp; apr; peft, gguf-adapter: the adapters "
     text += "alone of a run with student.lora.rank; the other formats merge them"
     formats = ("hf", "gguf", "apr", "peft", "gguf-adapter")
-    parser.add_argument("--format", required=True, choices=formats, help=text)
-    parser.add_argument("--out", required=True, help="folder (hf) or file to make")
+    flags.add_argument("--format", required=True, choices=formats, help=text)
+    flags.add_argument("--out", required=True, help="folder (hf) or file to make")
     text = "f32, the default, keeps every bit; hf: f32, f16, bf16; apr: those, q4_k_m and q6_k; "
     text += "gguf: by default the blocks that a run with student.quantize trained, or that a file "
     text += "stores"
     text += f". A file of types, or one of {', '.join(GGUF_TYPES)}"
-    parser.add_argument("--type", help=text)
+    flags.add_argument("--type", help=text)
     text = "the float32 masters of a run with student.quantize, in place of its blocks"
-    parser.add_argument("--masters", action="store_true", help=text)
+    flags.add_argument("--masters", action="store_true", help=text)
     text = "gguf: a file of `kdjax imatrix` or llama-imatrix, which weights the errors "
     text += "(--type=q6_k, q5_0, q4_k_m and below)"
-    parser.add_argument("--imatrix", default="", metavar="FILE", help=text)
+    flags.add_argument("--imatrix", default="", metavar="FILE", help=text)
     text = f"a saved step, or {NEWEST}; by default the best by the run's held-out figures"
-    parser.add_argument("--step", type=_read_step, help=text)
+    flags.add_argument("--step", type=_read_step, help=text)
     text = "the file or folder the run started from, if receipt.json does not say or it has moved"
-    parser.add_argument("--student", metavar="PATH", help=text)
-    parser.add_argument("--overwrite", action="store_true", help="replace --out if it is there")
-    return parser
+    flags.add_argument("--student", metavar="PATH", help=text)
+    flags.add_argument("--overwrite", action="store_true", help="replace --out if it is there")
+    return flags
 
 
 @reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     log_to_terminal()
     runtime.configure(lean=True)
     print(f"{args.out}: {export(args)}")

@@ -13,6 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from kdjax.errors import UserError
+from kdjax.export.card import model_card
 from kdjax.export.check import ExportSummary, SelfCheckError
 from kdjax.export.staging import stage, write_json
 from kdjax.formats.files import TensorToWrite
@@ -134,6 +135,8 @@ def export_peft(
     with stage(Path(out), folder=True, overwrite=overwrite) as aside:
         aside.mkdir()
         write_file(aside / ADAPTER, _as_written(tensors))
+        card = model_card(spec, name=Path(out).name, library="peft", relation="adapter")
+        (aside / "README.md").write_text(card, encoding="utf-8")
         write_json(aside / ADAPTER_CONFIG, config)
         return _check(read_peft(aside), tensors)
 

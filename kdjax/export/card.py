@@ -1,4 +1,4 @@
-"""The model card of an exported folder: what the run's records say, and what is not known."""
+"""The model card of an exported folder or file: what a run's records say, what is not known."""
 
 import json
 from collections.abc import Mapping
@@ -7,16 +7,10 @@ from typing import Any, cast
 from kdjax import __version__
 from kdjax.config import flatten
 from kdjax.formats.files import hide_folders
+from kdjax.hub import MODEL, PREFIX, TEXT, HubPath
 from kdjax.models.arch import ArchSpec
 from kdjax.models.loading import count_parameters
 
-_FRONT = """---
-library_name: transformers
-tags:
-- distillation
-- kdjax
----
-"""
 _NO_RECORD = (
     "Which files the teacher and the student were: the checkpoint has no record of its run."
 )
@@ -47,15 +41,21 @@ def model_card(
     step: int | None = None,
     receipt: Mapping[str, Any] | None = None,
     identity: Mapping[str, Any] | None = None,
+    library: str = "transformers",
+    relation: str = "finetune",
 ) -> str:
-    """README.md of a Hugging Face folder, in Markdown.
+    """README.md of a folder or file for the Hugging Face Hub, in Markdown.
+
+    `library` and `relation` (finetune, quantized or adapter) are the Hub's `library_name` and
+    `base_model_relation`; base model and data sets are named if the run took them from the Hub.
+    https://huggingface.co/docs/hub/model-cards
 
     `receipt` is the run's `receipt.json`; without one `identity`, which a checkpoint holds, says
     which models and settings were used. Absolute paths lose their folders.
     """
     receipt = cast(Mapping[str, Any], hide_folders(receipt or {}))
     identity = cast(Mapping[str, Any], hide_folders(identity or {}))
-    lines = [_FRONT, f"# {name or 'Exported student'}", ""]
+    lines = [_front(receipt, library, relation), f"# {name or 'Exported student'}", ""]
     lines.append(_opening(spec, step, bool(receipt or identity)))
     unknown = []
     if hashes := _list_hashes(receipt, identity):
@@ -77,6 +77,21 @@ def model_card(
         unknown.append("The settings of the run.")
     lines += ["", "## Not known", "", *(f"- {item}" for item in (*unknown, *_NEVER_KNOWN))]
     return "\n".join([*lines, "", _closing(receipt), ""])
+
+
+def _front(receipt: Mapping[str, Any], library: str, relation: str) -> str:
+    """The metadata that the Hub reads."""
+    sources = receipt.get("sources") or {}
+    base = [HubPath.parse(text, MODEL).repository for text in sources.get("student.path", ())]
+    texts = [text for text in sources.get("data.train", ()) if text.startswith(PREFIX)]
+    data = dict.fromkeys(HubPath.parse(text, TEXT).repository for text in texts)
+    lines = ["---", f"library_name: {library}"]
+    if base:
+        lines += ["base_model:", *(f"- {one}" for one in base)]
+        lines.append(f"base_model_relation: {relation}")
+    if data:
+        lines += ["datasets:", *(f"- {one}" for one in data)]
+    return "\n".join([*lines, "tags:", "- distillation", "- kdjax", "---", ""])
 
 
 def _opening(spec: ArchSpec, step: int | None, trained: bool) -> str:

@@ -1,0 +1,43 @@
+"""Every program of examples/ on the demo's models, with few steps; each is short and listed."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+import kdjax
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PROGRAMS = {  # by name: the files that it leaves
+    "distil_pair": ("receipt.json", "student-q8_0.gguf"),
+    "lora_on_packed": ("adapter/adapter_config.json", "adapter.gguf"),
+    "own_divergence": (),
+    "own_loop": ("student-hf/config.json",),
+    "smaller_file": ("teacher-q2_k.gguf",),
+}
+
+
+def test_each_program_is_short_tested_and_listed():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(PROGRAMS)
+    page = (EXAMPLES / "README.md").read_text()
+    for name in PROGRAMS:
+        assert f"({name}.py)" in page
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_trains_and_leaves_its_files(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+    main(**({"out": "out"} if PROGRAMS[name] else {}), steps=16)
+    for file in PROGRAMS[name]:
+        assert (tmp_path / "out" / file).is_file()
+    lines = capsys.readouterr().out.splitlines()
+    shown = dict(line.split(": ") for line in lines if line.count(": ") == 1)
+    if name.startswith("own") or name == "lora_on_packed":
+        assert 0 < float(shown["after"]) < float(shown["before"])
+    if name == "smaller_file":
+        assert 0 < float(shown["trained"]) < float(shown["rounded"])
+        small = kdjax.load(tmp_path / "out" / PROGRAMS[name][0], weights="packed")
+        assert small.generate("Once", max_tokens=1)[0].ids
