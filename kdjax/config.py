@@ -90,6 +90,7 @@ class StudentConfig:
     head: str = "auto"  # auto | tied | untied; auto: as the header says, or one matrix in GGUF
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
     block: str = ""  # own | new: train the drafting block (MTP) for teacher.path=self; "": no
+    later_drafts: str = ""  # weights of a pass's drafts after the first, such as 0.6,0.35; "": none
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -461,6 +462,27 @@ def split_layers(text: str) -> tuple[int, ...]:
     return layers
 
 
+MOST_LATER = 7  # drafts of a pass after the first, of a block that drafts
+
+
+def split_drafts(text: str) -> tuple[float, ...]:
+    """`"0.6,0.35"` as (0.6, 0.35), weights of drafts; `UserError` as `check_drafts`."""
+    try:
+        return check_drafts(tuple(map(float, text.split(","))) if text else ())
+    except ValueError:
+        raise UserError(f"later_drafts={text!r}: must be numbers, such as 0.6,0.35") from None
+
+
+def check_drafts(weights: tuple[float, ...]) -> tuple[float, ...]:
+    """Returns weights of a pass's drafts after the first; `UserError` for some that cannot be."""
+    if len(weights) > MOST_LATER or not all(0 < x < math.inf for x in weights):
+        raise UserError(
+            f"found weights {weights} of the drafts after a pass's first; expected at most "
+            f"{MOST_LATER} numbers above 0, such as (0.6, 0.35) for three drafts a pass."
+        )
+    return weights
+
+
 # A function of a user's file in `loss.divergence`, such as mine.py:alpha_divergence.
 _FUNCTION = re.compile(r"([^*+]+\.py):(\w+)")
 
@@ -567,6 +589,10 @@ _RULES: dict[str, _Rule] = {
     "student.block": (
         (lambda v: v in ("", OWN_BLOCK, NEW)),
         "empty, or one of own (the file's) and new (drawn by train.seed)",
+    ),
+    "student.later_drafts": (
+        _is_read_by(split_drafts),
+        f"empty, or at most {MOST_LATER} numbers above 0, such as 0.6,0.35 for three drafts a pass",
     ),
     "student.lora.rank": _NON_NEGATIVE,
     "student.lora.alpha": _POSITIVE,
@@ -696,6 +722,7 @@ CONFLICTS = (
     Conflict("optim.trainable", "", {"student.block": _SET}, _DRAFTS),
     Conflict("rollout.prompts", "", {"student.block": _SET}, _DRAFTS),
     Conflict("mesh.tensor", 1, {"student.block": _SET}, _DRAFTS),
+    Conflict("student.block", _SET, {"student.later_drafts": _SET}, "a block drafts them"),
     Conflict(
         "student.init", "checkpoint", {"teacher.path": SELF}, "the teacher is the student's file"
     ),

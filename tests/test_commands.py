@@ -506,6 +506,7 @@ ODD = {
     "student.quantize": "q4_0",
     "student.imatrix": "x",
     "student.block": "own",
+    "student.later_drafts": "0.5",
     "student.lora.rank": 4,
     "student.lora.weights": "float8",
     "loss.alpha": 0.5,

@@ -13,6 +13,7 @@ import optax
 import pytest
 from exporting import read_tensors
 from flax.traverse_util import flatten_dict, unflatten_dict
+from scipy.special import softmax
 from test_library import read_programs
 
 import kdjax
@@ -22,6 +23,7 @@ from kdjax.evaluation.drafting import choose_prompts
 from kdjax.evaluation.target import Target
 from kdjax.export import export_gguf, export_hf
 from kdjax.formats import open_table
+from kdjax.models.attention import attend_runs
 from kdjax.models.checkpoint import cut_layers, drop_block, open_checkpoint
 from kdjax.models.importance import sum_squares
 from scripts.bench.synthetic import QWEN35_SHAPES, write_random_gguf
@@ -183,6 +185,80 @@ def test_runs_of_drafts_are_those_of_passes_that_begin_everywhere(model, block):
                 place = start + first + number
                 np.testing.assert_allclose(found[1 + number, place], own, atol=2e-5)
                 before = np.concatenate([before, own[None]])
+
+
+def test_runs_attend_alike_in_blocks_of_queries(monkeypatch):
+    """Outputs and gradients of 11 positions of two documents, at once and by 4 queries."""
+    draw = np.random.default_rng(0)
+    q, *others = (
+        jnp.asarray(draw.normal(size=(2, 11, n, 8)), jnp.float32) for n in (4,) + 6 * (2,)
+    )
+    ids = jnp.asarray(np.repeat([[1, 2]], [6, 5], axis=1).repeat(2, axis=0), jnp.int32)
+
+    def run(q, others):
+        return jnp.sum(jnp.sin(attend_runs(q, others[:3], others[3:], ids, scale=0.3)))
+
+    expected = jax.value_and_grad(run, argnums=(0, 1))(q, others)
+    monkeypatch.setattr("kdjax.models.attention.QUERY_BLOCK", 4)
+    found = jax.value_and_grad(run, argnums=(0, 1))(q, others)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
+
+
+def sum_rejected(model, texts, weights):
+    """Total variation of each draft of passes that begin at each token, in float64: sums by place.
+
+    The last token of a text is a label only.
+    """
+    head, sums = head_of(model), np.zeros(len(weights))
+    for tokens in texts:
+        states = read_states(model, tokens)[:-1]
+        said = softmax(states @ head.T, axis=-1)
+        for first in range(len(states)):
+            before = np.concatenate([np.zeros((1, states.shape[1])), states])[: first + 1]
+            for number in range(min(len(weights), len(states) - first)):
+                own = run_block(model, tokens[: first + number + 1], before)[-1]
+                drafted = softmax(head @ own)
+                sums[number] += np.abs(drafted - said[first + number]).sum() / 2
+                before = np.concatenate([before, own[None]])
+    return sums
+
+
+@pytest.mark.slow
+def test_the_loss_of_three_drafts_is_that_of_passes_that_begin_everywhere(model, block):
+    """Sums, held-out figures and the gradient are those of float64 passes, each read anew."""
+    texts, weights = (PROMPTS[2], PROMPTS[0][:6]), (1, 0.6, 0.35)
+    batch = {
+        "tokens": np.asarray([[*texts[0][:-1], *texts[1][:-1]]]),
+        "labels": np.asarray([[*texts[0][1:], *texts[1][1:]]]),
+        "segment_ids": np.repeat([1, 2], [8, 5])[None],
+        "positions": np.concatenate([np.arange(8), np.arange(5)])[None],
+        "weights": np.ones((1, 13), np.float32),
+    }
+    loss, form = kdjax.KDLoss(kdjax.total_variation), kdjax.DraftBlock(later=weights[1:])
+    step = kdjax.make_step(block, model, loss, optax.sgd(1.0), form=form)
+    state = step.init(block.params)
+    held_out = step.evaluate(state, model.params, [batch])
+    state, metrics = step(state, model.params, batch)
+    expected = sum_rejected(model, texts, weights) / 13
+    for found, first in ((held_out, "divergence"), (metrics.means(), "divergence")):
+        names = first, "draft_2", "draft_3"
+        np.testing.assert_allclose([found[name] for name in names], expected, atol=2e-5)
+        assert found["loss"] == pytest.approx(expected @ weights, abs=3e-5)
+    assert held_out["acceptance"] == pytest.approx(1 - expected[0], abs=2e-5)
+
+    began: dict[tuple[str, ...], Any] = flatten_dict({"mtp": block.params["mtp"]})
+    moved: dict[tuple[str, ...], Any] = flatten_dict(state.params)
+    draw = np.random.default_rng(0)
+    way = {key: draw.normal(size=x.shape) for key, x in began.items()}
+
+    def value(far):
+        flat = {key: np.asarray(x, np.float64) + far * way[key] for key, x in began.items()}
+        params = model.params | unflatten_dict(flat)
+        return sum_rejected(model.replace(params=params), texts, weights) / 13 @ weights
+
+    slope = (value(1e-5) - value(-1e-5)) / 2e-5
+    found = sum(np.sum((began[key] - moved[key]) * way[key]) for key in began)
+    assert found == pytest.approx(slope, rel=2e-3) and abs(slope) > 1e-3
 
 
 @BOTH

@@ -99,26 +99,57 @@ def attend_runs(
     of runs up to its start, and its later ids.
     """
     batch, length, heads, width = q.shape
-    q = q.reshape(batch, length, keys[0].shape[2], -1, width)
-    at = jnp.arange(length, dtype=jnp.int32)
-    seen = at[:, None] - at[None] >= len(keys) - 1
-    seen = seen[None] & (segment_ids[:, :, None] == segment_ids[:, None])
-    scores = jnp.einsum("BTKGD,BSKD->BKGTS", q, keys[0], preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None, None], scores * scale, EXCLUDED)
     # The i-th id of a run lies this number of positions before its last.
     own = [
         [jnp.roll(x, len(keys) - 1 - i, axis=1) for i, x in enumerate(xs)][1:]
         for xs in (keys, values)
     ]
+    rows = q.reshape(batch, length, keys[0].shape[2], -1, width), *own, segment_ids
+    run = functools.partial(_run_block, k=keys[0], v=values[0], key_ids=segment_ids, scale=scale)
+    block = min(QUERY_BLOCK, length)
+    blocks = -(-length // block)
+    starts = jnp.arange(blocks, dtype=jnp.int32) * block
+    if blocks == 1:
+        return run(rows, starts[0]).reshape(q.shape)
+    pad = blocks * block - length
+
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(batch, blocks, block, *x.shape[2:]).swapaxes(0, 1)
+
+    step = jax.checkpoint(run)
+    out = jax.lax.map(lambda xs: step(*xs), (jax.tree.map(cut, rows), starts))
+    return out.swapaxes(0, 1).reshape(batch, -1, heads, width)[:, :length]
+
+
+def _run_block(
+    rows: tuple[Array, Sequence[Array], Sequence[Array], Array],
+    start: Array,
+    k: Array,
+    v: Array,
+    key_ids: Array,
+    scale: float,
+) -> Array:
+    """`attend_runs` of a block of queries from `start` on; k and v are those of all first ids.
+
+    `rows` are the block's queries, keys and values of the later ids of their runs, and segments.
+    """
+    q, near_keys, near_values, query_ids = rows
+    length = k.shape[1]
+    at = start + jnp.arange(q.shape[1], dtype=jnp.int32)
+    seen = at[:, None] - jnp.arange(length, dtype=jnp.int32)[None] >= len(near_keys)
+    seen = seen[None] & (query_ids[:, :, None] == key_ids[:, None])
+    scores = jnp.einsum("BTKGD,BSKD->BKGTS", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen[:, None, None], scores * scale, EXCLUDED)
     near = [
-        jnp.einsum("BTKGD,BTKD->BKGT", q, k, preferred_element_type=jnp.float32) for k in own[0]
+        jnp.einsum("BTKGD,BTKD->BKGT", q, x, preferred_element_type=jnp.float32) for x in near_keys
     ]
     scores = jnp.concatenate([scores, *(x[..., None] * scale for x in near)], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    out = jnp.einsum("BKGTS,BSKD->BTKGD", weights[..., :length], values[0])
-    for i, v in enumerate(own[1]):
-        out += jnp.einsum("BKGT,BTKD->BTKGD", weights[..., length + i], v)
-    return out.reshape(batch, length, heads, width)
+    out = jnp.einsum("BKGTS,BSKD->BTKGD", weights[..., :length], v)
+    for i, x in enumerate(near_values):
+        out += jnp.einsum("BKGT,BTKD->BTKGD", weights[..., length + i], x)
+    return out
 
 
 def attend_and_keep(

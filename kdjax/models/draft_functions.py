@@ -76,10 +76,13 @@ class DraftFunctions(DecoderFunctions):
         """Hidden states of the layers, then of the block at each step of a run of drafts; N steps.
 
         N is 1 + `drafts`. Step 1 of the block reads the layers' state before each token, as the
-        first draft of a pass does; step n reads the block's state of step n - 1.
+        first draft of a pass does; step n reads the block's state of step n - 1. Its keys and
+        values are of the layers' states up to the start of its run, then of the block's. The layers
+        get no gradient.
         """
         decoder = self.merge(params)
-        states, keys, values = [decoder.hidden(tokens, segment_ids, positions)], [], []
+        hidden = jax.lax.stop_gradient(decoder.hidden(tokens, segment_ids, positions))
+        states, keys, values = [hidden], [], []
 
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
             keys.append(k)

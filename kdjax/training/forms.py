@@ -25,7 +25,15 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from kdjax.config import NEW, OWN_BLOCK, LoraConfig, StudentConfig, say_why
+from kdjax.config import (
+    NEW,
+    OWN_BLOCK,
+    LoraConfig,
+    StudentConfig,
+    check_drafts,
+    say_why,
+    split_drafts,
+)
 from kdjax.device.sharding import count_bytes, parameter_shardings
 from kdjax.errors import UserError
 from kdjax.formats.blocks import Scales, decode_fields, encode_fields, fit_rows, is_cut
@@ -44,7 +52,7 @@ from kdjax.models.adapters import (
 )
 from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.checkpoint import Checkpoint
-from kdjax.models.decoder import Compute, Params, functional
+from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
 from kdjax.models.draft_functions import DraftFunctions, draw_block, shape_block
 from kdjax.models.lora import read_numbers
 from kdjax.models.mixture import Mixture
@@ -56,6 +64,8 @@ from kdjax.training.trainable import list_paths, zeros_for
 
 _log = logging.getLogger("kdjax")
 Kept = Any  # arrays of a form in the state; None: it has none
+# Hidden states [B, T, D] of a student, and of its later predictions of the same tokens.
+Runs = tuple[Array, tuple[Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +84,8 @@ class Form:
     freezes: ClassVar[bool] = False
     low_rank: ClassVar[bool] = False
     casts: ClassVar[bool] = True  # whether float32 matrices are cast for each product
+    # Weights of the losses of the student's later predictions, added to the loss of its first.
+    later: ClassVar[tuple[float, ...]] = ()
 
     def settle(self, student: Model) -> "Form":
         """Completes the form from its student; raises `UserError` for one that it does not fit."""
@@ -135,6 +147,13 @@ class Form:
         """
         meshes = [x.mesh for x in jax.tree.leaves(seen) if isinstance(x, NamedSharding)]
         return jax.tree.map(lambda _: NamedSharding(meshes[0], P()), kept)
+
+    def run(self, student: ModelFunctions, params: Params, *columns: Array) -> Runs:
+        """Hidden states of the student, and of its `later` predictions of the tokens: here none.
+
+        `columns` are tokens, segment ids and positions `[B, T]`.
+        """
+        return student.hidden(params, *columns), ()
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
         """Chooses the dtype in which devices exchange float32 matrices; None: float32.
@@ -458,7 +477,13 @@ class DraftBlock(Form):
     """
 
     new: bool = False  # of a run: the block is drawn, in place of the file's
+    # Weights of the losses of a pass's drafts after the first, which are added to the first's: a
+    # draft reads the block's state of the draft before, as it does in use. (): the first alone.
+    later: tuple[float, ...] = ()  # type: ignore[misc]
 
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "extra": "it reads layers, and all of a block's stay as they are"
+    }
     differs: ClassVar[bool] = True
     writes: ClassVar[bool] = False
     title: ClassVar[str] = "the block that drafts, float32"
@@ -471,7 +496,11 @@ class DraftBlock(Form):
         return {BLOCK: True}
 
     def settle(self, student: Model) -> "DraftBlock":
-        """Returns itself; raises `UserError` for a student without a block that trains."""
+        """Returns itself; raises `UserError` for a student without a block that trains.
+
+        Raises it also for weights of later drafts that are not above 0, or too many.
+        """
+        check_drafts(self.later)
         if not isinstance(student.functions, DraftFunctions):
             raise UserError(
                 f"{student.name}: found no block that drafts and form=DraftBlock(); expected a "
@@ -503,6 +532,18 @@ class DraftBlock(Form):
         """Returns the base with the block; no array is copied."""
         return self.join(base, masters)
 
+    def run(self, student: ModelFunctions, params: Params, *columns: Array) -> Runs:
+        """Hidden states of the first draft at each token, and of the later drafts of passes.
+
+        Those of draft n + 1 at a token are of the pass that began n tokens before it.
+        """
+        if not self.later:
+            return super().run(student, params, *columns)
+        assert isinstance(student, DraftFunctions)
+        drafts = student.draft_runs(params, *columns, drafts=1 + len(self.later))
+        _, first, *later = jnp.moveaxis(drafts, 1, 0)
+        return first, tuple(later)
+
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
         """Returns None: float32 arrays of a base are scales, which devices exchange unrounded."""
 
@@ -530,10 +571,11 @@ class DraftBlock(Form):
         return "none"
 
     def list_backward(self, spec: ArchSpec) -> ArchSpec:
-        """Returns the architecture with the one layer of the block."""
+        """Returns the architecture with the one layer of the block, for each draft of a pass."""
         attends = next(layer for layer in spec.layers if not layer.delta)
+        layers = (attends,) * (1 + len(self.later))
         return dataclasses.replace(
-            spec, layers=(attends,), delta_key_heads=0, delta_value_heads=0, drafts=0
+            spec, layers=layers, delta_key_heads=0, delta_value_heads=0, drafts=0
         )
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
@@ -542,7 +584,7 @@ class DraftBlock(Form):
         products = sum(x.size for x in leaves if len(x.shape) > 2)
         scores = 2.0 * spec.num_heads * spec.head_dim * length
         block = 3 * (2.0 * products + scores) + 2.0 * spec.vocab_size * spec.hidden_size
-        return spec.forward_flops(length) + block
+        return spec.forward_flops(length) + block * (1 + len(self.later))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -799,7 +841,7 @@ def choose_form(form: Form | None, student: Model) -> Form:
 def form_of(student: StudentConfig) -> Form:
     """Returns the form that a config requests, before a student settles it."""
     if student.block:
-        return DraftBlock(new=student.block == NEW)
+        return DraftBlock(new=student.block == NEW, later=split_drafts(student.later_drafts))
     if not student.quantize:
         return Adapters(asked=student.lora) if student.lora.rank else PLAIN
     within = MergedAdapters(asked=student.lora) if student.lora.rank else PLAIN
@@ -814,8 +856,8 @@ def check_form(form: Form, student: Model, **settings: Any) -> None:
     for name, value in settings.items():
         if value and name in form.conflicts:
             raise UserError(
-                f"found {name}={value!r} for a student with adapters; expected none: "
-                f"{form.conflicts[name]}. Leave it out."
+                f"found {name}={value!r} for a student of form {type(form).__name__}; expected "
+                f"none: {form.conflicts[name]}. Leave it out."
             )
     dtypes = {x.dtype for x in jax.tree.leaves(form.masters(student.params))}
     odd = {t for t in dtypes if t.itemsize == 1 or not jnp.issubdtype(t, jnp.floating)}

@@ -197,18 +197,24 @@ def _sum_over_devices(
 
 
 def _run_both(
-    spec: StepSpec, params: Params, teacher: Params, batch: Batch
+    spec: StepSpec, kind: TeacherKind, params: Params, teacher: Params, batch: Batch
 ) -> tuple[tuple[Array, Array], RunningTeacher, dict[str, Array] | None, Any]:
     """Runs the student, and the teacher's layers that losses read.
 
     Returns hidden states and head of the student, the teacher for its kind, and the sums of layer
-    losses by name and their weighted total; both are None without such losses.
+    losses, or of the student's later predictions, by name and their weighted total; both are None
+    without such losses.
     """
     running = RunningTeacher(spec.teacher, teacher)
     columns = batch["tokens"], batch["segment_ids"], batch["positions"]
     if not spec.extra:
-        hidden = spec.student.hidden(params, *columns)
-        return (hidden, spec.student.head(params)), running, None, None
+        hidden, later = spec.form.run(spec.student, params, *columns)
+        student = hidden, spec.student.head(params)
+        if not later:
+            return student, running, None, None
+        if kind.runs and not isinstance(spec.teacher, tuple):  # once, for all predictions
+            running = running._replace(known=running.hidden(batch))
+        return student, running, *_sum_later(spec, kind, later, student[1], running, batch)
     projections: Any = params.get(_EXTRA, {})
     params = {name: x for name, x in params.items() if name != _EXTRA}
     names, theirs = list_names(spec.extra, "student"), {}
@@ -223,6 +229,30 @@ def _run_both(
         extra |= sums
         total += loss.weight * sum(sums.values())
     return (hidden, spec.student.head(params)), running, extra, total
+
+
+def _sum_later(
+    spec: StepSpec,
+    kind: TeacherKind,
+    later: tuple[Array, ...],
+    head: Array,
+    running: RunningTeacher,
+    batch: Batch,
+) -> tuple[dict[str, Array], Array]:
+    """Sums the losses of the student's later predictions by name, and their weighted total.
+
+    Prediction n of a token begins n tokens before it: those that would begin before its document
+    have no weight.
+    """
+    extra, total, weights = {}, jnp.zeros((), jnp.float32), batch["weights"]
+    segments = batch["segment_ids"]
+    for n, (weight, hidden) in enumerate(zip(spec.form.later, later, strict=True), 1):
+        within = jnp.pad(segments[:, n:] == segments[:, :-n], ((0, 0), (n, 0)))
+        part = batch | {"weights": jnp.where(within, weights, 0)}
+        loss = kind.sum_loss((hidden, head), running, part, spec.head).loss
+        extra[f"draft_{n + 1}"] = loss
+        total += weight * loss
+    return extra, total
 
 
 def _split_batch(batch: Batch, parts: int) -> Batch:
@@ -266,7 +296,8 @@ def _sum_gradients(
     trained = leave_out(params, spec.frozen)
 
     def sum_loss(trained: Params, part: Batch) -> tuple[Array, LossSums]:
-        student, running, extra, total = _run_both(spec, put_back(trained, params), teacher, part)
+        seen = put_back(trained, params)
+        student, running, extra, total = _run_both(spec, kind, seen, teacher, part)
         sums = kind.sum_loss(student, running, part, spec.head)
         if extra is not None:
             sums = sums._replace(loss=sums.loss + total, extra=extra)
@@ -283,7 +314,7 @@ def _sum_gradients(
         parts = _split_batch(batch, spec.microbatches)
         zero = jnp.zeros((), jnp.float32)
         sums = LossSums(zero, zero, None if isinstance(kind, NoTeacher) else zero)
-        if spec.extra:
+        if spec.extra or spec.form.later:
             first = jax.tree.map(lambda x: x[0], parts)
             shapes = jax.eval_shape(sum_loss, trained, first)[1].extra
             sums = sums._replace(extra=jax.tree.map(lambda _: zero, shapes))
@@ -360,7 +391,7 @@ def eval_step(
     _refuse_other(spec.shapes, teacher)
 
     def sum_evaluation(params: Params, teacher: Params, batch: Batch) -> Any:
-        student, running, extra, total = _run_both(spec, params, teacher, batch)
+        student, running, extra, total = _run_both(spec, spec.kind, params, teacher, batch)
         sums = spec.kind.sum_evaluation(student, running, batch, spec.head)
         return sums if extra is None else ExtraSums(sums, extra, total)
 
@@ -746,7 +777,7 @@ def assemble_step(
     loss, schedules = loss.settle()
     placement = _share_placement(student, models)
     form = choose_form(form, student)
-    check_form(form, student, trainable=trainable)
+    check_form(form, student, trainable=trainable, extra=extra)
     head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
     optimizer, layers = train_only(optimizer, form.masters(student.params), student.spec, trainable)
     functions: Any = models[0].functions if models else None
