@@ -8,7 +8,7 @@ After the file name the type: a recipe of the exporter, or types by name, such a
 teacher is the file itself, its numbers before they are rounded. The text is the Python of installed
 packages: name text of the kind that the model is for. Scales are fitted once, at the start. The
 rate suits what is to be mended: types of two bits lose much and take 2e-5, others 1e-5
-(docs/quantize.md).
+(docs/rounding.md).
 """
 
 from kdjax.config import SELF, Config

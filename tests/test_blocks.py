@@ -14,6 +14,7 @@ import pytest
 from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes
+from scripts.bench.ggml import make_rounding, open_ggml
 from scripts.bench.synthetic import random_blocks
 
 DECODE = jax.jit(decode, static_argnums=(1, 2))
@@ -25,8 +26,8 @@ THEIRS = ("Q1_0", "Q2_0")  # gguf-py decodes neither: ggml's own functions judge
 
 def ggml():
     """The library that xllamacpp brings."""
-    folder = Path(pytest.importorskip("xllamacpp").__file__).parent
-    return ctypes.CDLL(str(next(folder.glob("*.so"))))
+    pytest.importorskip("xllamacpp")
+    return open_ggml()
 
 
 def reference(raw, dtype):
@@ -249,6 +250,25 @@ def test_q1_0_and_q2_0_by_hand():
     block[2] = 0b11100100  # 0, 1, 2, 3, the lowest bits first
     got = np.asarray(DECODE(block, "Q2_0"))
     assert got[:5].tolist() == [-0.5, 0, 0.5, 1, -0.5] and got[-1] == 1
+
+
+@pytest.mark.parametrize("dtype", ["IQ1_S", "IQ2_XXS", "IQ2_S", "IQ3_S", "Q8_0"])
+def test_stacks_are_rounded_by_ggmls_encoder(dtype, rng):
+    """Errors are as few bits make them; an importance lowers the ones that it weighs."""
+    pytest.importorskip("xllamacpp")
+    rounding, x = make_rounding(), jnp.asarray(rng.standard_normal((2, 3, 512), np.float32))
+    importance = np.ones((2, 1, 512), np.float32)
+    importance[0, 0, ::3] = 100
+    got, weighed = np.asarray(rounding(x, dtype)), np.asarray(rounding(x, dtype, importance))
+    bits = 8 * BLOCKS[dtype].nbytes / BLOCKS[dtype].elements
+    assert got.shape == x.shape
+    assert 1.2 * 2**-bits < np.linalg.norm(got - x) / np.linalg.norm(x) < 2.0 * 2**-bits or (
+        dtype == "Q8_0"
+    )
+    np.testing.assert_array_equal(rounding(x[:, 1:2], dtype)[:, 0], got[:, 1])
+    if dtype != "Q8_0":
+        lost, least = (np.abs((y - x)[0, :, ::3]).mean() for y in (got, weighed))
+        assert least < 0.9 * lost
 
 
 def test_errors_say_what_fits():

@@ -3,19 +3,17 @@
 llama.cpp's own encoder, on real tensors, is the measure of `scripts/checks/llama_cpp.py`.
 """
 
-import ctypes
-
 import gguf
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from test_blocks import ggml
 
 from kdjax.errors import UserError
 from kdjax.formats import blocks, codebooks
 from kdjax.formats.blocks import encode, row_bytes
+from scripts.bench.ggml import make_encoder
 
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
 LIMITS = {"Q4_K": 65504 * 63, "Q5_K": 65504 * 63, "Q6_K": 65504 * 31 * 127}
@@ -275,23 +273,6 @@ def test_few_bits_lose_as_little_as_they_must(dtype, rng):
         encode(x, dtype)
 
 
-def llama_cpp():
-    """`ggml_quantize_chunk` of the library that xllamacpp brings."""
-    quantize = ggml().ggml_quantize_chunk
-    floats = ctypes.POINTER(ctypes.c_float)
-    quantize.restype = ctypes.c_size_t
-    quantize.argtypes = [ctypes.c_int, floats, ctypes.c_void_p, *[ctypes.c_int64] * 3, floats]
-
-    def encode_theirs(x, dtype, importance):
-        out = np.zeros((len(x), row_bytes(dtype, x.shape[1])), np.uint8)
-        weights = None if importance is None else importance.ctypes.data_as(floats)
-        kind, data = blocks.BLOCKS[dtype].ggml, x.ctypes.data_as(floats)
-        quantize(kind, data, out.ctypes.data, 0, *x.shape, weights)
-        return out
-
-    return encode_theirs
-
-
 SEARCHED = ["Q2_K", "Q3_K", "Q4_0", "IQ4_NL"]
 
 
@@ -310,7 +291,8 @@ def test_an_importance_lowers_the_errors_that_it_weighs(dtype, rng):
     + [(t, True) for t in [*SEARCHED, "Q4_K", "Q5_K", "Q6_K", "Q5_0", "IQ4_XS"]],
 )
 def test_errors_weighted_by_importance_are_no_larger_than_llama_cpps(dtype, weighted, rng):
-    encode_theirs = llama_cpp()
+    pytest.importorskip("xllamacpp")
+    encode_theirs = make_encoder()
     x = rng.standard_t(5, (64, 1024)).astype(np.float32) * np.float32(0.02)
     importance = np.exp(rng.standard_normal(1024)).astype(np.float32) if weighted else None
     ours, theirs = encode(x, dtype, importance), encode_theirs(x, dtype, importance)

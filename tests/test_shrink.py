@@ -3,18 +3,19 @@
 import ctypes
 import itertools
 import json
+import os
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from test_disk import no_file_beyond
 
 import kdjax
 from kdjax.commands import shrink
-from kdjax.errors import UserError
+from kdjax.errors import NOT_WRITTEN, UserError
 from kdjax.evaluation import choice
 from kdjax.evaluation import costs as measuring
 from kdjax.evaluation.choice import bound_bytes, choose_mixture, count_padded, list_types, solve
@@ -28,6 +29,8 @@ from kdjax.models import gptq
 from kdjax.models.mixture import Mixture, list_matrices
 from kdjax.training.identity import identify
 from scripts.bench import mixtures
+from scripts.bench.ggml import open_ggml
+from scripts.bench.synthetic import SHAPES, open_header
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -118,8 +121,8 @@ def test_files_of_types_that_cannot_be_are_refused(text, message, tmp_path):
 
 def test_sizes_are_those_that_llama_quantize_computes(model):
     """ggml's bytes of a row, type by type."""
-    xllamacpp = pytest.importorskip("xllamacpp")
-    library = ctypes.CDLL(str(next(Path(xllamacpp.__file__).parent.glob("*.so"))))
+    pytest.importorskip("xllamacpp")
+    library = open_ggml()
     library.ggml_row_size.restype = ctypes.c_size_t
     library.ggml_row_size.argtypes = ctypes.c_int, ctypes.c_int64
     library.ggml_type_name.restype = ctypes.c_char_p
@@ -133,6 +136,57 @@ def test_sizes_are_those_that_llama_quantize_computes(model):
             total = -(-row * int(np.prod(rows)) // 32) * 32
             assert count_padded(parts, dtype) == total
             assert library.ggml_type_name(number).decode().upper() == dtype
+
+
+class TensorType(ctypes.Structure):
+    """`llama_model_tensor_override` of llama.h."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("kind", ctypes.c_int)]
+
+
+_FLAGS = ("requantize", "head", "copy", "pure", "split", "dry")
+
+
+class QuantizeParams(ctypes.Structure):
+    """`llama_model_quantize_params` of llama.h, of 2026."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("threads", "ftype", "output", "embedding")),
+        *((name, ctypes.c_bool) for name in _FLAGS),
+        *((name, ctypes.c_void_p) for name in ("imatrix", "values")),
+        ("types", ctypes.POINTER(TensorType)),
+        ("prune", ctypes.c_void_p),
+    ]
+
+
+@pytest.mark.skipif("LLAMA_LIBRARY" not in os.environ, reason="LLAMA_LIBRARY names no libllama")
+@pytest.mark.parametrize("kind", ["student", "teacher"])
+def test_llama_quantize_makes_the_types_and_the_size_of_the_file(models, kind, tmp_path):
+    """`llama_model_quantize` with the words of the file, as `--tensor-type-file` passes them."""
+    model = kdjax.load(models / f"{kind}.gguf", dtype="float32")
+    source, ours, theirs = (tmp_path / f"{x}.gguf" for x in ("source", "ours", "theirs"))
+    export_gguf(model, source)
+    rng, types = np.random.default_rng(0), {}
+    for name, parts in list_matrices(model.spec).items():
+        wide = parts[0].shape[-1] % 256 == 0
+        kinds = "Q2_K Q3_K IQ4_XS Q4_K Q5_K Q6_K Q8_0" if wide else "Q4_0 IQ4_NL Q5_0 Q5_1 Q8_0"
+        types[name] = str(rng.choice(kinds.split()))
+    file = tmp_path / "types.txt"
+    Mixture.of_tensors(types, model.spec).write(file)
+    words = [word.partition("=")[::2] for word in file.read_text().split()]
+    given = [(name.lower().encode(), BLOCKS[x.upper()].ggml) for name, x in words]
+    library = ctypes.CDLL(os.environ["LLAMA_LIBRARY"])
+    library.llama_model_quantize_default_params.restype = QuantizeParams
+    params = library.llama_model_quantize_default_params()
+    params.threads, params.ftype = 1, 7  # Q8_0, for what the file leaves out
+    params.types = (TensorType * (len(given) + 1))(*given)
+    arguments = (str(source).encode(), str(theirs).encode(), ctypes.byref(params))
+    assert library.llama_model_quantize(*arguments) == 0
+    export_gguf(model, ours, dtype=str(file))
+    expected, found = count_file(ours), count_file(theirs)
+    assert {name: x.dtype for name, x in found.items()} == {n: x.dtype for n, x in expected.items()}
+    assert sum(x.nbytes for x in found.values()) == sum(x.nbytes for x in expected.values())
+    assert abs(theirs.stat().st_size - ours.stat().st_size) < 1000  # their header has more entries
 
 
 def test_the_choice_is_the_best_of_all(monkeypatch):
@@ -298,9 +352,18 @@ def test_sizes_that_no_file_can_have_are_refused(exact, text, tmp_path, capsys, 
     ):
         assert run(exact, text, tmp_path, flag) == 2
         assert re.search(message, capsys.readouterr().err), flag
+    with monkeypatch.context() as patch:
+        for name in ("_TYPES_256", "_TYPES_32"):
+            patch.setattr(choice, name, ("Q2_K",))
+        assert run(exact, text, tmp_path, "--size=10kB") == 2
+        said = capsys.readouterr().err
+        assert re.search(r"\d MB, of which \d+ matrices stay F16: no block type fits rows of", said)
     assert run(exact, text, tmp_path, "--plan", "--no-train", "--bits=6") == 0
     said = capsys.readouterr().out
-    assert re.search(r"the file: at most 0.\d MB, compared with q5_0\ncosts: 45 passes of 64", said)
+    assert re.search(
+        r"small.gguf: at most 0.\d MB, compared with q5_0\ncosts: 45 passes of 64", said
+    )
+    assert "\nmemory of importance and costs: about 0.0 GB" in said
     assert not (tmp_path / "small.shrink").exists()
 
 
@@ -332,6 +395,70 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
     assert "found costs of rows" in capsys.readouterr().err and out.exists()
 
 
+def test_a_7b_is_planned_from_its_header(tmp_path, capsys, monkeypatch):
+    """7.6 G weights: 30.5 GB in float32 and stacks of 7.6 GB; an H200 has room, 40 GB have not."""
+    monkeypatch.chdir(tmp_path)
+    header = open_header(SHAPES["7b"])
+    with open(header.table.paths[0], "wb") as file:  # sparse
+        file.truncate(15_231_000_000)
+    monkeypatch.setattr(shrink, "open_checkpoint", lambda _: header)
+    # The header has no tokenizer: its matrices alone are counted.
+    named = lambda x: x if isinstance(x, Mixture) else Mixture.named(x, header.spec)  # noqa: E731
+    monkeypatch.setattr(shrink, "count_gguf_bytes", lambda _, types: named(types).nbytes)
+    plan = [str(header.table.paths[0]), "--out=small.gguf", "--like=q8_0", "--no-train", "--plan"]
+    assert shrink.main([*plan, "--device=H200"]) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"most ([\d,.]+) MB.*\n.* about [\d.]+ minutes\n.* about ([\d.]+) GB", said)
+    assert found, said
+    assert float(found[1].replace(",", "")) == pytest.approx(7615.6 * 34 / 32, rel=0.001)
+    assert 66 < float(found[2]) < 76
+    assert shrink.main([*plan, "--device=H100", "--memory=40GB"]) == 2
+    assert "that is too much" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        shrink.main([*plan[:-1], "--device=H100"])
+
+
+class Killed(BaseException):
+    """Ends the process where it is, for all that the command can do about it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--no-train", "--steps=2"])
+def test_a_full_disk_or_a_kill_in_any_part_loses_nothing(
+    flag, exact, text, tmp_path, capsys, monkeypatch
+):
+    """One line, no file, and the next call goes on with what the parts before have stored."""
+    monkeypatch.setattr(shrink, "_RECIPES", ("q4_0",))
+    parts = (shrink, "write_importance"), (CostFile, "write"), (Mixture, "write")
+    for owner, name in (*parts, (shrink, "export_gguf"), (shrink, "_write_card")):
+        real = getattr(owner, name)
+
+        def full(*args, real=real, **kwargs):
+            with no_file_beyond(100):
+                return real(*args, **kwargs)
+
+        def kill(*args, real=real, **kwargs):
+            real(*args, **kwargs)
+            raise Killed
+
+        monkeypatch.setattr(owner, name, full)
+        assert run(exact, text, tmp_path, "--like=q4_0", flag) == NOT_WRITTEN, name
+        said = capsys.readouterr().err
+        assert len(re.findall(r"^error: .+ cannot be written: File too large\. ", said, re.M)) == 1
+        assert "Traceback" not in said, said
+        monkeypatch.setattr(owner, name, kill)
+        with pytest.raises(Killed):
+            run(exact, text, tmp_path, "--like=q4_0", flag)
+        assert not (tmp_path / "small.gguf").exists()
+        monkeypatch.setattr(owner, name, real)
+        if owner is CostFile:  # each part is made once
+            monkeypatch.setattr(shrink, "sum_squares", lambda *_: pytest.fail("measured again"))
+        if name == "export_gguf":
+            monkeypatch.setattr(shrink, "measure_costs", lambda *_: pytest.fail("measured again"))
+    assert run(exact, text, tmp_path, "--like=q4_0", flag) == 0
+    assert (tmp_path / "small.gguf").exists() and (tmp_path / "small.md").exists()
+
+
 @pytest.mark.slow
 def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shrink, "_RECIPES", ("q4_0", "q5_0", "q8_0"))
@@ -358,6 +485,7 @@ def test_the_bench_leaves_the_lattice_and_compares_at_equal_bytes(models, text, 
     out = tmp_path / "mix"
     sizes = "seq-len=32 batch-size=2 cost-rows=2 heldout-rows=4 imatrix-rows=8 hessian-rows=8"
     sizes += " chunk-tokens=64 compute=float32 reference-steps=2 recipes=q5_0 hessians=q5_0"
+    sizes += " wider=IQ3_S"
     flags = [f"--{flag}" for flag in f"{sizes} train=q5_0:1 start=columns files".split()]
     held = tmp_path / "held"
     held.mkdir()
@@ -368,9 +496,13 @@ def test_the_bench_leaves_the_lattice_and_compares_at_equal_bytes(models, text, 
     assert mixtures.main([*where, *flags]) == 0
     lines = (out / "results.jsonl").read_text()
     rows = {row["name"]: row for row in map(json.loads, lines.splitlines())}
-    assert len(rows) == 7 and all(row["kl"] >= 0 for row in rows.values())
+    assert len(rows) == 9 and all(row["kl"] >= 0 for row in rows.values())
     for name, row in rows.items():
         assert row["bytes"] <= rows["q5_0 recipe importance"]["bytes"], name
+    chosen, wider = (rows[f"q5_0 {x} importance"]["sum of costs"] for x in ("chosen", "wider"))
+    assert wider <= chosen and "IQ3_S" not in rows["q5_0 chosen importance"]["types"]
+    measured = json.loads((out / "costs.json").read_text())["costs"]["blk.0.ffn_down.weight"]
+    assert 1 < measured["IQ3_S"] / measured["Q4_0"] < 100
     assert open_table(out / "reference.gguf").info("blk.0.ffn_up.weight").dtype == "BF16"
     assert mixtures.main([*where, *flags]) == 0
     assert (out / "results.jsonl").read_text() == lines

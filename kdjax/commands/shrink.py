@@ -16,6 +16,7 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import re
 import shutil
 import time
@@ -28,14 +29,15 @@ import numpy as np
 
 from kdjax.commands.export import read_model
 from kdjax.commands.parsing import Parser, check_least, log_to_terminal, started
-from kdjax.commands.plan import print_plan, survey_headers
+from kdjax.commands.plan import add_machine_flags, find_machine, print_plan, survey_headers
 from kdjax.config import SELF, Config, validate
 from kdjax.data.pipeline import TextSource, eval_batches
 from kdjax.data.rows import RowSet
 from kdjax.device import cluster
+from kdjax.device.machines import Machine
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_local_mesh
-from kdjax.errors import FINISHED, INTERRUPTED, NOT_FINITE, UserError, reporting
+from kdjax.errors import BAD_INPUT, FINISHED, INTERRUPTED, NOT_FINITE, UserError, reporting
 from kdjax.evaluation.choice import bound_bytes, choose_mixture, list_types
 from kdjax.evaluation.costs import (
     Comparison,
@@ -53,8 +55,10 @@ from kdjax.formats.files import make_folder, make_place, replacing
 from kdjax.formats.imatrix import hash_importance, write_importance
 from kdjax.formats.recipes import RECIPES
 from kdjax.formats.saved import CHECKPOINTS, saved_steps
+from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step
 from kdjax.models.importance import sum_squares
+from kdjax.models.loading import count_parameters
 from kdjax.models.mixture import Mixture, list_matrices
 from kdjax.models.model import Model, load_model
 from kdjax.training.forms import spread_importance
@@ -70,6 +74,7 @@ _FACTORS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
 # Bits a weight below which a model has much to mend, and the rates (docs/quantize.md).
 _FEW_BITS, _FEW_RATE, _RATE = 3.6, 2e-5, 1e-5
 _SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
+_STACKS = 5  # of one parameter that costs have in memory: rounded, and exchanged in four trees
 _PACE = 6  # steps that are timed for --seconds; the first compiles
 
 
@@ -105,6 +110,7 @@ def _parser() -> Parser:
     add("--microbatches", type=int, default=1, help="parts of a batch, to save memory")
     add("--rows", type=int, default=8, help="rows that costs are measured on (%(default)s)")
     add("--plan", action="store_true", help="print sizes and memory; load and make nothing")
+    add_machine_flags(parser)
     add("--overwrite", action="store_true", help="replace --out if it is there")
     return parser
 
@@ -142,7 +148,7 @@ def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
     if goal.matrices < least:
         raise UserError(
             f"found a size of {given}; the smallest mixture of types that can be written has "
-            f"{(least + rest) / 1e6:,.1f} MB. Raise the size."
+            f"{(least + rest) / 1e6:,.1f} MB{_name_unfitting(checkpoint)}. Raise the size."
         )
     if goal.nbytes >= source:
         raise UserError(
@@ -152,6 +158,15 @@ def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
     if goal.matrices > most:
         _log.info("the largest mixture has %.1f MB: the file will be smaller", (most + rest) / 1e6)
     return goal
+
+
+def _name_unfitting(checkpoint: Checkpoint) -> str:
+    """Words about the matrices that stay F16, since no block type fits their rows."""
+    widths = [x.shape[-1] for x in _list_parts(checkpoint) if list_types([x]) == ("F16",)]
+    if not widths:
+        return ""
+    rows = ", ".join(f"{width:,}" for width in sorted(set(widths)))
+    return f", of which {len(widths)} matrices stay F16: no block type fits rows of {rows} numbers"
 
 
 def _list_parts(checkpoint: Checkpoint) -> list[Any]:
@@ -379,9 +394,9 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
         files["chosen types, untrained"] = named(mixture)
     files[f"{args.out.name}{', trained' if args.train else ''}"] = written
     found = _prove(work, files)
+    _write_card(args, work, mixture, found, free)  # first: a call that finds --out does nothing
     with stage(args.out, folder=False, overwrite=args.overwrite) as aside:
         shutil.move(made, aside)
-    _write_card(args, work, mixture, found, free)
     print(f"{args.out}: {summary}", "", *_format_table(found), sep="\n")
     print(f"\nKL and agreement on {found[recipe + ', with importance']['positions']:,} positions")
 
@@ -408,29 +423,52 @@ def _write_card(
         file.write(("\n".join(lines) + "\n").encode())
 
 
-def _plan(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> int:
+def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
+    """Bytes that importance and costs take: float32 weights, stacks exchanged, states, logits."""
+    stacks: dict[tuple[str, ...], int] = {}
+    for part in (x for parts in list_matrices(spec).values() for x in parts):
+        stacks[part.path] = stacks.get(part.path, 0) + math.prod(part.shape)
+    states = 8 * args.rows * args.seq_len * spec.hidden_size  # layers take turns
+    logits = 4 * min(1024, args.rows * args.seq_len) * spec.vocab_size
+    return 4 * (count_parameters(spec) + _STACKS * max(stacks.values()) + states + logits)
+
+
+def _plan(
+    args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal, machine: Machine | None
+) -> int:
     """Prints sizes, passes, minutes and memory; loads nothing."""
     spec = checkpoint.spec
     passes = sum(len(list_types(parts)) for parts in list_matrices(spec).values())
     positions = args.rows * args.seq_len
     flops = passes * positions * spec.forward_flops(args.seq_len)
-    recipe = _find_recipe(args, checkpoint, goal.nbytes)
-    with cluster.started("off", lean=True) as devices:
-        peak = devices.peak_flops
+    recipe, needed = _find_recipe(args, checkpoint, goal.nbytes), _count_measuring(spec, args)
+    with cluster.started("off", lean=True) as here:
+        devices = here if machine is None else machine.summary
+        peak = devices.peak_flops and devices.peak_flops / devices.count
         minutes = f", about {flops / peak / _SHARE / 60:,.1f} minutes" if peak else ""
-        print(f"the file: at most {goal.nbytes / 1e6:,.1f} MB, compared with {recipe}")
+        print(f"{args.out}: at most {goal.nbytes / 1e6:,.1f} MB, compared with {recipe}")
         print(f"costs: {passes:,} passes of {positions:,} positions{minutes}")
+        room = devices.memory_bytes
+        of = f" of {room / 1e9:,.1f} GB" if room else ""
+        print(f"memory of importance and costs: about {needed / 1e9:,.1f} GB{of}")
+        if missing := bool(room and needed > room):
+            print("that is too much: take a larger device, fewer --rows, or --costs of another")
         if not args.train:
-            return FINISHED
+            return BAD_INPUT if missing else FINISHED
         if args.seconds:
             print(f"training: {args.seconds / 60:,.1f} minutes, and evaluations")
-        return print_plan(survey_headers(_make_config(args, recipe, "", 8.0)))
+        status = print_plan(survey_headers(_make_config(args, recipe, "", 8.0), machine))
+        return BAD_INPUT if missing else status
 
 
 @reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    machine = find_machine(args, parser)
+    if machine is not None and not args.plan:
+        parser.error("--device describes another machine: expected --plan with it")
     log_to_terminal()
     check_least(args, steps=1, rows=1, seq_len=2, batch_size=1, microbatches=1, seconds=0)
     check_target(args.out, folder=False, overwrite=args.overwrite)
@@ -443,7 +481,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     goal = _find_goal(args, checkpoint)
     if args.plan:
-        return _plan(args, checkpoint, goal)
+        return _plan(args, checkpoint, goal, machine)
     make_place(args.out)
     try:
         with started():

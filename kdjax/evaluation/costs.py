@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,15 @@ _CHUNK = 1024  # positions whose logits exist at a time
 _ELEMENTS = 1 << 24  # numbers rounded at a time
 _SAVE_SECONDS = 10.0  # between two writes of the file
 FORMAT = 1
+
+
+@runtime_checkable
+class Weights(Protocol):
+    """Looks up importances or Hessians, of the inputs of a parameter."""
+
+    def get(self, path: tuple[str, ...], /) -> Any:
+        """None if nothing is known."""
+        ...
 
 
 class Figures(NamedTuple):
@@ -131,7 +140,10 @@ def _swap(stack: Array, other: Array, place: Array) -> Array:
 
 
 def round_params(
-    params: Params, mixture: Mixture, importance: Mapping[tuple[str, ...], np.ndarray]
+    params: Params,
+    mixture: Mixture,
+    importance: Mapping[tuple[str, ...], np.ndarray],
+    rounding: Callable[..., Array] = round_matrices,
 ) -> Params:
     """Rounds all matrices of a mixture; `importance` is as of `forms.spread_importance`."""
     flat: dict[tuple[str, ...], Any] = flatten_dict(params)
@@ -139,11 +151,11 @@ def round_params(
         stack = flat[path]
         for dtype in dict.fromkeys(types):
             if len(set(types)) == 1:
-                flat[path] = round_matrices(stack, dtype, importance.get(path)).astype(stack.dtype)
+                flat[path] = rounding(stack, dtype, importance.get(path)).astype(stack.dtype)
                 break
             at = np.array([i for i, other in enumerate(types) if other == dtype])
             weights = importance.get(path)
-            part = round_matrices(stack[at], dtype, None if weights is None else weights[at])
+            part = rounding(stack[at], dtype, None if weights is None else weights[at])
             flat[path] = flat[path].at[at].set(part.astype(stack.dtype))
     return unflatten_dict(flat)
 
@@ -160,14 +172,16 @@ def list_swaps(
 
 def measure_costs(
     comparison: Comparison,
-    importance: Mapping[tuple[str, ...], np.ndarray],
+    importance: Weights,
     known: Mapping[str, Mapping[str, float]] | None = None,
     save: Callable[[dict[str, dict[str, float]]], None] = lambda costs: None,
     types: Callable[[Sequence[Part]], Sequence[str]] = list_types,
+    rounding: Callable[..., Array] = round_matrices,
 ) -> dict[str, dict[str, float]]:
     """Measures the KL of each tensor in each of its types, by name; goes on from `known`.
 
-    `save` gets all costs every ten seconds and at the end. The model must be dense.
+    `save` gets all costs every ten seconds and at the end. The model must be dense. `rounding` gets
+    a stack, a type and what `importance` has for the parameter: by default `round_matrices`.
     """
     spec = comparison.model.spec
     assert spec is not None
@@ -186,7 +200,7 @@ def measure_costs(
     total = sum(len(tensors) for _, _, tensors in swaps)
     steps = iter(counted(range(total), "matrices exchanged"))
     for paths, dtype, tensors in swaps:
-        rounded = {path: round_matrices(flat[path], dtype, importance.get(path)) for path in paths}
+        rounded = {path: rounding(flat[path], dtype, importance.get(path)) for path in paths}
         for name, parts in tensors:
             next(steps)
             other = dict(flat)

@@ -26,6 +26,7 @@ from kdjax.models.model import Model
 from kdjax.models.weights import Adapted
 from kdjax.progress import counted
 
+Batches = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # tokens, segment ids, positions
 DAMP = 0.01  # share of the mean of the Hessian's diagonal that is added to the diagonal
 
 
@@ -98,9 +99,77 @@ def _cut_layer(model: Model, index: int) -> DecoderFunctions:
     return functional(one, functions.compute)[0]
 
 
+class _Walk:
+    """The layers of a dense model, one after the other, on text.
+
+    Raises `UserError` for a model with experts or delta layers.
+    """
+
+    def __init__(self, model: Model, batches: Batches):
+        spec, functions = model.spec, model.functions
+        if spec is None or spec.experts or spec.places(delta=True) or spec.drafts:
+            raise UserError(
+                f"{model.name}: found experts, delta layers or a block that drafts; expected a "
+                "dense model. Leave the start by Hessians out."
+            )
+        assert isinstance(functions, DecoderFunctions)
+        self.model, self.flat = model, flatten_dict(model.params)
+        self.others = {path: leaf for path, leaf in self.flat.items() if path[0] not in STACKS}
+        self.columns = [
+            (jnp.asarray(segments), jnp.asarray(places)) for _, segments, places in batches
+        ]
+        embed = jax.jit(functions.embed_tokens)
+        self.states = [embed(model.params, jnp.asarray(batch[0])) for batch in batches]
+
+    def layer(self, index: int) -> dict[tuple[str, ...], Array]:
+        """The parameters of one layer, in stacks of one."""
+        stacks = {path: leaf for path, leaf in self.flat.items() if path[0] in STACKS}
+        return {path: leaf[index : index + 1] for path, leaf in stacks.items()}
+
+    def sum_hessians(self, index: int, layer: dict[Any, Array], paths: list[Any]) -> dict[Any, Any]:
+        """Hessians of a layer's matrices, on what the layers before it made of the text."""
+        alone = _cut_layer(self.model, index)
+        return _sum_hessians(alone, self.others | layer, paths, self.states, self.columns)
+
+    def step(self, index: int, layer: dict[Any, Array]) -> None:
+        """Lets the text pass a layer."""
+        alone, params = _cut_layer(self.model, index), unflatten_dict(self.others | layer)
+        pairs = zip(self.states, self.columns, strict=True)
+        self.states = [_run_alone(alone, params, x, *columns) for x, columns in pairs]
+
+
+class Hessians:
+    """Hessians of the matrices of all layers, on the states of the model's own layers.
+
+    They are summed when they are read, one parameter's at a time.
+    """
+
+    def __init__(self, model: Model, batches: Batches):
+        self._model, self._batches = model, batches
+        self._path: tuple[str, ...] = ()
+
+    def get(self, path: tuple[str, ...]) -> Array | None:
+        """float32 `[layers, inputs, inputs]`; None for embedding and head."""
+        if path[0] not in STACKS:
+            return None
+        if path != self._path:
+            walk, found = _Walk(self._model, self._batches), []
+            for index in range(len(walk.flat[path])):
+                layer = walk.layer(index)
+                found.append(walk.sum_hessians(index, layer, [path])[path])
+                walk.step(index, layer)
+            self._path, self._sums = path, jnp.stack(found)
+        return self._sums
+
+
+def round_stack(x: Array, dtype: str, hessians: Array) -> Array:
+    """Rounds a stack of matrices `[layers, out, n]` by their Hessians, each layer alone."""
+    return jnp.stack([round_matrix(*pair, dtype)[2] for pair in zip(x, hessians, strict=True)])
+
+
 def round_layers(
     model: Model,
-    batches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    batches: Batches,
     mixture: Mixture,
     damp: float = DAMP,
     *,
@@ -113,33 +182,18 @@ def round_layers(
     masters, and for each rounded path and type its scales, as `training.forms.Rounded` stores them.
     Raises `UserError` for a model with experts or delta layers.
     """
-    spec = model.spec
-    if spec is None or spec.experts or spec.places(delta=True) or spec.drafts:
-        raise UserError(
-            f"{model.name}: found experts, delta layers or a block that drafts; expected a dense "
-            "model. Leave the start by Hessians out."
-        )
-    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
+    walk = _Walk(model, batches)
     types = {path: kinds for path, kinds in mixture.types if path[0] in STACKS}
     found: dict[tuple[str, ...], list[Any]] = {path: [] for path in types}
-    functions = model.functions
-    assert isinstance(functions, DecoderFunctions)
-    embed = jax.jit(functions.embed_tokens)
-    columns_of = [(jnp.asarray(segments), jnp.asarray(places)) for _, segments, places in batches]
-    states = [embed(model.params, jnp.asarray(batch[0])) for batch in batches]
-    others = {path: leaf for path, leaf in flat.items() if path[0] not in STACKS}
-    for index in counted(range(spec.num_layers), "layers rounded"):
-        alone = _cut_layer(model, index)
-        layer = {path: leaf[index : index + 1] for path, leaf in flat.items() if path[0] in STACKS}
-        hessians = _sum_hessians(alone, others | layer, list(types), states, columns_of)
+    for index in counted(range(mixture.spec.num_layers), "layers rounded"):
+        layer = walk.layer(index)
+        hessians = walk.sum_hessians(index, layer, list(types))
         for path, kinds in types.items():
             made = round_matrix(layer[path][0], hessians[path], kinds[index], damp, columns=columns)
             found[path].append(made[:2])
             layer[path] = made[2][None].astype(layer[path].dtype)
-        states = [
-            _run_alone(alone, unflatten_dict(others | layer), x, *columns)
-            for x, columns in zip(states, columns_of, strict=True)
-        ]
+        walk.step(index, layer)
+    flat = walk.flat
     kept: dict[tuple[str, ...], Any] = {}
     for path, rows in found.items():
         flat[path] = jnp.stack([masters for masters, _ in rows])

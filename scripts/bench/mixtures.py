@@ -8,9 +8,12 @@ types. To each is added uniform noise as wide as a step of its group's scale, an
 `--reference-steps` steps towards the published model heal what this costs; its KL from there is
 printed. Then, on rows of the text: importance, costs of each matrix in each type, and for each of
 `--recipes` the recipe's types and the chosen ones of no more bytes, each rounded with importance,
-and those of `--hessians` by GPTQ, with columns and by blocks alone. `--train` trains the chosen
-types, with `--both` also the recipe's, for seconds, from the masters of `--start`. KL and agreement
-are from the reference, on held-out rows that no cost was measured on. Each row is a line of
+and those of `--hessians` by GPTQ, with columns and by blocks alone, and with columns the types
+chosen by costs that GPTQ's rounding has. With `--wider` types that kdjax
+does not write are measured, too, and chosen from in further rows, rounded by ggml's own encoder
+(`scripts.bench.ggml`): `--wider=IQ2_S,IQ3_XXS,IQ3_S`. `--train` trains the chosen types, with
+`--both` also the recipe's, for seconds, from the masters of `--start`. KL and agreement are from
+the reference, on held-out rows that no cost was measured on. Each row is a line of
 OUT/results.jsonl at once; OUT/costs.json, OUT/types-RECIPE.txt and, with `--files`, the reference
 as OUT/reference.gguf (BF16) stay. A later call takes that reference, and goes on with the rows that
 are not there. No arm begins that `--limit` seconds leave no time for.
@@ -24,7 +27,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,19 +42,27 @@ from kdjax.config import Config
 from kdjax.data.pipeline import TextSource, eval_batches
 from kdjax.device import runtime
 from kdjax.errors import reporting
-from kdjax.evaluation.choice import choose_mixture, count_padded
-from kdjax.evaluation.costs import Comparison, CostFile, hash_rows, measure_costs, round_params
-from kdjax.formats.blocks import fit_rows
+from kdjax.evaluation.choice import choose_mixture, count_padded, list_types
+from kdjax.evaluation.costs import (
+    Comparison,
+    CostFile,
+    hash_rows,
+    measure_costs,
+    round_matrices,
+    round_params,
+)
+from kdjax.formats.blocks import BLOCKS, fit_rows
 from kdjax.formats.imatrix import write_importance
 from kdjax.formats.kquants import ENCODERS
 from kdjax.models.decoder import DecoderFunctions, functional
-from kdjax.models.gptq import round_layers
+from kdjax.models.gptq import Hessians, round_layers, round_stack
 from kdjax.models.importance import sum_squares
-from kdjax.models.mixture import Mixture, list_matrices
+from kdjax.models.mixture import Mixture, Part, list_matrices
 from kdjax.models.model import Model
 from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
 from scripts.bench.arms import run_arms
+from scripts.bench.ggml import make_rounding
 
 RECIPES = "q2_k,q3_k_m,iq4_xs,q4_k_m"
 _WARMUP = 10
@@ -62,24 +73,24 @@ class Arm(NamedTuple):
 
     name: str
     recipe: str
-    chosen: bool
+    choice: str  # recipe, chosen, wider, by Hessians
     how: str  # importance, blocks, columns, trained
     seconds: float = 0.0
 
 
 def _list_arms(args: argparse.Namespace) -> Iterator[Arm]:
-    ways = [("importance", args.recipes)]
-    ways += [(how, args.hessians) for how in ("columns", "blocks") if args.hessians]
-    for how, recipes in ways:
-        for recipe, chosen in itertools.product(recipes.split(","), (False, True)):
-            kind = "chosen" if chosen else "recipe"
-            yield Arm(f"{recipe} {kind} {how}", recipe, chosen, how)
+    both = "recipe", "chosen"
+    ways = [("importance", args.recipes, (*both, "wider") if args.wider else both)]
+    if args.hessians:
+        ways += [("columns", args.hessians, (*both, "hessians")), ("blocks", args.hessians, both)]
+    for how, recipes, choices in ways:
+        for recipe, choice in itertools.product(recipes.split(","), choices):
+            yield Arm(f"{recipe} {choice} {how}", recipe, choice, how)
     for text in filter(None, args.train.split(";")):
         recipe, _, seconds = text.partition(":")
-        for chosen in (True, False) if args.both else (True,):
-            kind = "chosen" if chosen else "recipe"
-            name = f"{recipe} {kind} trained {seconds} s from {args.start}"
-            yield Arm(name, recipe, chosen, "trained", float(seconds))
+        for choice in ("chosen", "recipe") if args.both else ("chosen",):
+            name = f"{recipe} {choice} trained {seconds} s from {args.start}"
+            yield Arm(name, recipe, choice, "trained", float(seconds))
 
 
 def _make_optimizer(rate: float = 0.0) -> optax.GradientTransformation:
@@ -227,17 +238,54 @@ class Bench:
         paths = {part.path for parts in list_matrices(self.spec).values() for part in parts}
         return spread_importance(self.imatrix, sorted(paths), self.spec)
 
+    def list_types(self, parts: Sequence[Part]) -> tuple[str, ...]:
+        """Types that are measured for a tensor: those that kdjax writes, and `--wider`."""
+        fits = [x for x in self.args.wider if parts[0].shape[-1] % BLOCKS[x].elements == 0]
+        return (*list_types(parts), *fits)
+
+    @functools.cached_property
+    def rounding(self) -> Callable[..., Any]:
+        """The function that rounds stacks of matrices."""
+        return make_rounding() if self.args.wider else round_matrices
+
     @functools.cached_property
     def costs(self) -> Any:
         """Costs of all matrices, from the file or measured."""
         importance = self.importance
-        made_of = {"rows": hash_rows(self.cost_batches)}
-        file = CostFile(self.args.out / "costs.json", made_of)
+        file = CostFile(self.args.out / "costs.json", self.made_of)
         comparison, began = Comparison(self.exact, self.cost_batches), time.monotonic()
-        costs = measure_costs(comparison, importance, file.read(), file.write)
+        costs = measure_costs(
+            comparison, importance, file.read(), file.write, self.list_types, self.rounding
+        )
         count = sum(map(len, costs.values()))
         print(f"{count} costs in {time.monotonic() - began:.1f} s", flush=True)
         return costs
+
+    @functools.cached_property
+    def costs_by_hessians(self) -> Any:
+        """Costs of all matrices rounded by GPTQ, each alone, with the columns of its block."""
+
+        def rounding(x: Any, dtype: str, hessians: Any = None) -> Any:
+            return round_matrices(x, dtype) if hessians is None else round_stack(x, dtype, hessians)
+
+        file = CostFile(self.args.out / "costs-hessians.json", self.made_of)
+        hessians, began = Hessians(self.exact, self.hessian_batches), time.monotonic()
+        comparison: Any = Comparison(self.exact, self.cost_batches)
+        found = measure_costs(comparison, hessians, file.read(), file.write, list_types, rounding)
+        self.say(f"costs by Hessians in {time.monotonic() - began:.1f} s")
+        return found
+
+    @property
+    def hessian_batches(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Rows that Hessians are summed on."""
+        source = TextSource(self.rows.train, batch_size=8, seed=0)
+        rows = (source.next(None) for _ in range(max(1, self.args.hessian_rows // 8)))
+        return [(row["tokens"], row["segment_ids"], row["positions"]) for row in rows]
+
+    @property
+    def made_of(self) -> dict[str, str]:
+        """The rows that costs are measured on, for the file of costs."""
+        return {"rows": hash_rows(self.cost_batches)}
 
     @functools.cached_property
     def comparison(self) -> Comparison:
@@ -247,14 +295,19 @@ class Bench:
     def mixture(self, arm: Arm) -> Mixture:
         """The types of an arm; written as a file of types."""
         recipe = Mixture.named(arm.recipe, self.spec)
-        if not arm.chosen:
+        if arm.choice == "recipe":
             return recipe
         padded = sum(
             count_padded(parts, recipe.tensors[name])
             for name, parts in list_matrices(self.spec).items()
         )
-        found = choose_mixture(self.costs, self.spec, padded)
-        found.write(self.args.out / f"types-{arm.recipe}.txt")
+        costs = self.costs_by_hessians if arm.choice == "hessians" else self.costs
+        if arm.choice == "chosen":
+            given = {name: list_types(parts) for name, parts in list_matrices(self.spec).items()}
+            costs = {name: {x: costs[name][x] for x in types} for name, types in given.items()}
+        found = choose_mixture(costs, self.spec, padded)
+        name = f"types-{arm.recipe}{'' if arm.choice == 'chosen' else '-' + arm.choice}.txt"
+        found.write(self.args.out / name)
         return found
 
     def run(self, arm: Arm) -> dict[str, Any]:
@@ -267,7 +320,7 @@ class Bench:
             sums = [known[n].get(x, math.nan) for n, x in mixture.tensors.items()]
             found["sum of costs"] = float(np.nansum(sums))
         if arm.how == "importance":
-            params = round_params(self.exact.params, mixture, self.importance)
+            params = round_params(self.exact.params, mixture, self.importance, self.rounding)
         elif arm.how == "trained":
             params, trained = self.train(arm, mixture)
             found |= trained
@@ -288,11 +341,8 @@ class Bench:
     def begin(self, mixture: Mixture, *, columns: bool) -> tuple[Any, Any]:
         """Masters and scales by Hessians; embedding and head get the exporter's search."""
         began = time.monotonic()
-        source = TextSource(self.rows.train, batch_size=8, seed=0)
-        rows = (source.next(None) for _ in range(max(1, self.args.hessian_rows // 8)))
-        batches = [(row["tokens"], row["segment_ids"], row["positions"]) for row in rows]
         masters, scales = round_layers(
-            self.exact, batches, mixture, self.args.damp, columns=columns
+            self.exact, self.hessian_batches, mixture, self.args.damp, columns=columns
         )
         form = self._form(mixture)
         rest = tuple((path, types) for path, types in form.types if (*path, types[0]) not in scales)
@@ -339,7 +389,7 @@ class Bench:
                     break
         if args.files:
             kept = self.student.replace(params=jax.device_get(step.pack(state)))
-            name = f"{arm.recipe}-{'chosen' if arm.chosen else 'recipe'}-trained.gguf"
+            name = f"{arm.recipe}-{arm.choice}-trained.gguf"
             print(kdjax.export_gguf(kept, args.out / name, overwrite=True))
         found = {"steps": done, "train_seconds": spent, "rate": rate, "seed": args.seed}
         return step.see(state), found
@@ -352,6 +402,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--heldout", default="", help="as data.heldout")
     parser.add_argument("--out", type=Path, default=Path("runs/mixtures"))
     parser.add_argument("--recipes", default=RECIPES)
+    parser.add_argument(
+        "--wider", default=(), type=lambda x: tuple(x.split(",")), metavar="TYPES", help="as IQ3_S"
+    )
     parser.add_argument("--reference-steps", type=int, default=100)
     parser.add_argument("--reference-rate", type=float, default=1e-5)
     parser.add_argument(
