@@ -414,8 +414,8 @@ def test_a_7b_is_planned_from_its_header(tmp_path, capsys, monkeypatch):
     assert 66 < float(found[2]) < 76
     assert shrink.main([*plan, "--device=H100", "--memory=40GB"]) == 2
     assert "that is too much" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        shrink.main([*plan[:-1], "--device=H100"])
+    assert shrink.main([*plan[:-1], "--device=H100"]) == 2
+    assert "expected --plan with it" in capsys.readouterr().err
 
 
 class Killed(BaseException):
@@ -423,9 +423,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--no-train", "--steps=2"])
 def test_a_full_disk_or_a_kill_in_any_part_loses_nothing(
-    flag, exact, text, tmp_path, capsys, monkeypatch
+    exact, text, tmp_path, capsys, monkeypatch
 ):
     """One line, no file, and the next call goes on with what the parts before have stored."""
     monkeypatch.setattr(shrink, "_RECIPES", ("q4_0",))
@@ -442,20 +441,20 @@ def test_a_full_disk_or_a_kill_in_any_part_loses_nothing(
             raise Killed
 
         monkeypatch.setattr(owner, name, full)
-        assert run(exact, text, tmp_path, "--like=q4_0", flag) == NOT_WRITTEN, name
+        assert run(exact, text, tmp_path, "--like=q4_0", "--no-train") == NOT_WRITTEN, name
         said = capsys.readouterr().err
         assert len(re.findall(r"^error: .+ cannot be written: File too large\. ", said, re.M)) == 1
         assert "Traceback" not in said, said
         monkeypatch.setattr(owner, name, kill)
         with pytest.raises(Killed):
-            run(exact, text, tmp_path, "--like=q4_0", flag)
+            run(exact, text, tmp_path, "--like=q4_0", "--no-train")
         assert not (tmp_path / "small.gguf").exists()
         monkeypatch.setattr(owner, name, real)
         if owner is CostFile:  # each part is made once
             monkeypatch.setattr(shrink, "sum_squares", lambda *_: pytest.fail("measured again"))
         if name == "export_gguf":
             monkeypatch.setattr(shrink, "measure_costs", lambda *_: pytest.fail("measured again"))
-    assert run(exact, text, tmp_path, "--like=q4_0", flag) == 0
+    assert run(exact, text, tmp_path, "--like=q4_0", "--no-train") == 0
     assert (tmp_path / "small.gguf").exists() and (tmp_path / "small.md").exists()
 
 

@@ -113,7 +113,8 @@ class _Walk:
                 "dense model. Leave the start by Hessians out."
             )
         assert isinstance(functions, DecoderFunctions)
-        self.model, self.flat = model, flatten_dict(model.params)
+        self.model = model
+        self.flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
         self.others = {path: leaf for path, leaf in self.flat.items() if path[0] not in STACKS}
         self.columns = [
             (jnp.asarray(segments), jnp.asarray(places)) for _, segments, places in batches
