@@ -130,7 +130,7 @@ def _run_block(
     key_ids: Array,
     scale: float,
 ) -> Array:
-    """`attend_runs` of a block of queries from `start` on; k and v are those of all first ids.
+    """`attend_runs` of a block of queries from `start` on; k and v belong to all first ids.
 
     `rows` are the block's queries, keys and values of the later ids of their runs, and segments.
     """

@@ -535,7 +535,7 @@ class DraftBlock(Form):
     def run(self, student: ModelFunctions, params: Params, *columns: Array) -> Runs:
         """Hidden states of the first draft at each token, and of the later drafts of passes.
 
-        Those of draft n + 1 at a token are of the pass that began n tokens before it.
+        Draft n + 1 at a token belongs to the pass that began n tokens before it.
         """
         if not self.later:
             return super().run(student, params, *columns)
