@@ -121,6 +121,8 @@ class LossConfig:
     final_alpha: float = -1.0  # alpha at the last step, linearly from alpha; -1: constant
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*jsd+.5*reverse_kl, FILE.py:FUNCTION
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, as fits
+    vocabulary: str = "auto"  # auto | same | shared: what two tokenizers have in common is compared
+    allow_few_shared: bool = False  # go on with few compared positions, or little of their mass
 
 
 @dataclasses.dataclass
@@ -612,6 +614,7 @@ _RULES: dict[str, _Rule] = {
         "a function of a Python file, as mine.py:alpha_divergence",
     ),
     "loss.chunk_tokens": _NON_NEGATIVE,
+    "loss.vocabulary": _choice("auto", "same", "shared"),
     "optim.name": _choice("adamw", "muon"),
     "optim.learning_rate": _POSITIVE,
     "optim.final_learning_rate": _NON_NEGATIVE,

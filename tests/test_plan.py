@@ -39,7 +39,8 @@ from kdjax.models.tokenizer import load_tokenizer
 from kdjax.training import compiled, plan, teachers
 from kdjax.training.job import assemble, survey
 from kdjax.training.kinds import ask_kinds
-from kdjax.training.pair import Pair, Vocabulary, open_pair, same_weights
+from kdjax.training.pair import Pair, open_pair, same_weights
+from kdjax.training.vocabulary import Vocabulary
 from scripts.apr.convert import convert
 from scripts.bench.synthetic import SHAPES, open_header, pair_headers, write_random_gguf
 

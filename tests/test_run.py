@@ -386,6 +386,7 @@ def test_tokenizer_mismatch_names_the_first_id(tiny_config, tmp_path):
     metadata = dict(table.metadata) | {"tokenizer.ggml.tokens": tokens}
     write_gguf(tmp_path / "other.gguf", metadata, tensors)
     tiny_config.teacher.path = str(tmp_path / "other.gguf")
+    tiny_config.loss.vocabulary = "same"
     with pytest.raises(
         UserError, match=rf"differ at id 7: .* {re.escape(repr(tokens[9]))}, the teacher"
     ):

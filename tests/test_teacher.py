@@ -36,7 +36,8 @@ from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import from_gguf
 from kdjax.models.weights import Mixed, PackedMatrix
 from kdjax.training.job import assemble
-from kdjax.training.pair import Vocabulary, align, open_pair
+from kdjax.training.pair import align, open_pair
+from kdjax.training.vocabulary import Vocabulary
 from scripts.bench.synthetic import QWEN25_SHAPES, random_blocks, write_random_gguf
 
 

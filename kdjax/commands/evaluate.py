@@ -406,7 +406,8 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
     """Raises `UserError` for requests that this model cannot fulfil."""
     args = request.args
     if teacher is not None:
-        heldout.shared_vocabulary(checkpoint, teacher)
+        share = heldout.shared_spec if args.draft else heldout.shared_vocabulary
+        share(checkpoint, teacher)
     if args.draft == OWN_BLOCK:
         find_block(checkpoint.spec, checkpoint, new=False)
     most = checkpoint.spec.max_positions

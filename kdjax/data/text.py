@@ -20,6 +20,7 @@ from kdjax.data.fields import FORMS, NAMED, Fields, name_known
 from kdjax.data.readers import read_records
 from kdjax.data.sources import name_some
 from kdjax.errors import UserError
+from kdjax.models.alignment import Rendering
 from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
@@ -200,6 +201,28 @@ def _make_document(record: object, source: str, tokenizer: Tokenizer) -> Documen
     content = sorted(fields) if isinstance(record, Mapping) else type(record).__name__
     known = name_known(fields) if fields else ""
     raise UserError(f"{source}: expected an object with {FORMS}; found {content}.{known}")
+
+
+def render_records(
+    files: Iterable[Path], ours: Tokenizer, theirs: Tokenizer, fields: Fields = NAMED
+) -> Iterator[tuple[Rendering, Rendering]]:
+    """Yields each conversation of the files as two tokenizers read it, each in its own template.
+
+    Raises `UserError` naming the place of a record that one of the templates refuses.
+    """
+    for source, record in read_records(files, fields):
+        if not is_conversation(record):
+            continue
+        assert isinstance(record, Mapping)
+        sides = []
+        for name, tokenizer in (("student", ours), ("teacher", theirs)):
+            try:
+                document = _render_conversation(record, source, tokenizer)
+            except UserError as error:
+                raise UserError(f"{error} (the {name}'s tokenizer)") from error
+            ((ids, _),) = encode_documents([document], tokenizer, parse_special=False)
+            sides.append(Rendering(document.text, ids, document.trained or ()))
+        yield sides[0], sides[1]
 
 
 def _render_conversation(record: Mapping[str, Any], source: str, tokenizer: Tokenizer) -> Document:

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ from kdjax.losses.divergences import (
 )
 from kdjax.losses.kd import KDLoss, cross_entropy
 from kdjax.losses.positions import COMPARED_CHUNK, read_positions, share_in_common
+from kdjax.losses.shared import SharedIds, take_positions
 from kdjax.losses.top_ids import keep_top_k, top_k
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels.common import EXCLUDED
@@ -53,7 +55,10 @@ from kdjax.models.nextn import take_block
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.progress import counted
 from kdjax.training.heldout import compute_perplexity, count_bits
-from kdjax.training.pair import Vocabulary, align
+from kdjax.training.pair import align
+from kdjax.training.vocabulary import Vocabulary, share_tokens
+
+_log = logging.getLogger("kdjax")
 
 # Positions are counted from the document's start, or from the row's start for a document that began
 # in an earlier row: what matters is how much the model could see before.
@@ -169,10 +174,22 @@ class Values(NamedTuple):
     difference: Float[Array, "B T"]  # largest difference of a logit
 
 
-def _compare(both: Sequence[Array | None], labels: Array) -> Values:
-    """Computes all figures from logits `[B, T, V]` of the model, and of a teacher if given."""
+def _compare(
+    both: Sequence[Array | None], labels: Array, compared: Array | None = None, *, shared: int = 0
+) -> Values:
+    """Computes all figures from logits `[B, T, V]` of the model, and of a teacher if given.
+
+    With `shared` the two are compared over that many ids, the first, where `compared` is not 0;
+    comparisons are NaN elsewhere.
+    """
     teacher_logits, logits = both
     assert logits is not None
+    if shared:
+        own = _compare([None, logits], labels)[: len(_OWN)]
+        seen = [x[..., :shared] for x in (teacher_logits, logits)]  # type: ignore[index]
+        others = _compare(seen, jnp.minimum(labels, shared - 1))[len(_OWN) :]
+        known = jnp.where(labels < shared, others[0], jnp.nan), *others[1:]
+        return Values(*own, *(jnp.where(compared != 0, x, jnp.nan) for x in known))
     s = log_softmax(logits, 1.0)
     top = top_k(s, TOP)[1]
     drafted = jnp.exp(-cross_entropy(keep_top_k(s, DRAWN), labels))
@@ -211,13 +228,24 @@ def position_values(
     labels: Int[Array, "B T"],
     teacher_hidden: Float[Array, "B T D2"] | None = None,
     teacher_head: Float[Array, "V2 D2"] | None = None,
+    places: Int[Array, "B T"] | None = None,
     *,
     spec: HeadSpec,
+    ids: SharedIds | None = None,
 ) -> Values:
-    """All figures of every position at T = 1, `chunk_tokens` positions of logits at a time."""
+    """All figures of every position at T = 1, `chunk_tokens` positions of logits at a time.
 
-    states = (teacher_hidden, teacher_head), (hidden, head)
-    return read_positions(_compare, states, labels, spec=spec)
+    A teacher of another tokenizer has `ids`, and hidden states of its own row, of which `places`
+    are the student's positions: below 0, comparisons are NaN.
+    """
+    if ids is None or teacher_hidden is None or places is None:
+        states = (teacher_hidden, teacher_head), (hidden, head)
+        return read_positions(_compare, states, labels, spec=spec)
+    theirs = take_positions(teacher_hidden, places)
+    states = (theirs, ids.take_teacher(teacher_head)), (hidden, ids.order_student(head))
+    compare_shared = functools.partial(_compare, shared=ids.shared)
+    columns = ids.order_labels(labels), (places >= 0).astype(jnp.int32)
+    return read_positions(compare_shared, states, *columns, spec=spec)
 
 
 def _forward(
@@ -240,18 +268,24 @@ def compare(
     batches: Sequence[dict[str, np.ndarray]],
     spec: HeadSpec,
     size: int,
+    vocabulary: Vocabulary | None = None,
 ) -> list[Values]:
     """Yields all figures of every position of each batch of `size` rows, on the host.
 
     One model is on the devices at a time: the teacher's hidden states wait on the host. Several
     processes share the batches, and each has all figures.
     """
-    mine = cluster.share(batches)
+    mine, vocabulary = cluster.share(batches), vocabulary or Vocabulary(spec.width, spec.real_vocab)
     waiting: Sequence[tuple[Any, ...]] = [()] * len(mine)
     if teacher is not None:
+        read = [vocabulary.swap(batch) for batch in mine]
         with _precision(teacher):
-            waiting = [(np.asarray(hidden), head) for hidden, head in _forward(teacher, mesh, mine)]
-    compute = jax.jit(functools.partial(position_values, spec=spec))
+            states = _forward(teacher, mesh, [batch for batch, _ in read])
+            waiting = [
+                (np.asarray(hidden), head, places)
+                for (hidden, head), (_, places) in zip(states, read, strict=True)
+            ]
+    compute = jax.jit(functools.partial(position_values, spec=spec, ids=vocabulary.ids))
     with _precision(target, teacher):
         ours = zip(_forward(target, mesh, mine), mine, waiting, strict=True)
         found = [_encode(compute(*own, b["labels"], *theirs)) for own, b, theirs in ours]
@@ -297,11 +331,12 @@ def measure(
     `texts` come from `read_text` with the target's tokenizer, by name; for several, "all" has the
     figures over all of them. Raises `UserError` for models that do not go together.
     """
-    spec = shared_spec(target.checkpoint, teacher and teacher.checkpoint)
+    vocabulary = shared_vocabulary(target.checkpoint, teacher and teacher.checkpoint)
+    spec = _make_spec(vocabulary)
     size = split_rows(batch_size, mesh) * row_shards(mesh)
     batches = {name: text.batches(size) for name, text in texts.items()}
     flat = [batch for domain in batches.values() for batch in domain]
-    values = compare(target, teacher, mesh, flat, spec, size)
+    values = compare(target, teacher, mesh, flat, spec, size, vocabulary)
     rest, pair = iter(values), teacher is not None
     figures = {
         name: _figures([next(rest) for _ in domain], domain, pair)
@@ -328,12 +363,28 @@ def _precision(*targets: Target | None) -> contextlib.AbstractContextManager[Any
 
 def shared_spec(model: Checkpoint, teacher: Checkpoint | None) -> HeadSpec:
     """Head of the comparison of two models; raises `UserError` if their vocabularies differ."""
-    shared = shared_vocabulary(model, teacher)
+    return _make_spec(_prove_shared(model, teacher))
+
+
+def _make_spec(shared: Vocabulary) -> HeadSpec:
     return HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=COMPARED_CHUNK)
 
 
 def shared_vocabulary(model: Checkpoint, teacher: Checkpoint | None) -> Vocabulary:
-    """Counts the compared ids. Raises `UserError` for models of different tokenizers."""
+    """Counts the compared ids; those of a teacher of another tokenizer are a part of both's."""
+    try:
+        return _prove_shared(model, teacher)
+    except UserError as error:
+        assert teacher is not None
+        _log.warning("two tokenizers: %s", error)
+    rows = model.spec.vocab_size, teacher.spec.vocab_size
+    shared = share_tokens(model.tokenizer, teacher.tokenizer, *rows)
+    _log.info("%s", shared.describe())
+    return shared
+
+
+def _prove_shared(model: Checkpoint, teacher: Checkpoint | None) -> Vocabulary:
+    """Counts the ids of one tokenizer; raises `UserError` for models of two."""
     if teacher is None:
         real = min(model.tokenizer.vocab_size, model.spec.vocab_size)
         return Vocabulary(model.spec.vocab_size, real)
@@ -382,14 +433,19 @@ def _summarise(columns: dict[str, np.ndarray]) -> dict[str, Any]:
     figures: dict[str, Any] = {"tokens": len(classes)}
     for name in (name for name in Values._fields if name in columns):
         if name == "difference":
-            figures["max_difference"] = float(columns[name].max())
+            figures["max_difference"] = float(np.nanmax(columns[name], initial=0.0))
             continue
-        figures[name] = math.fsum(columns[name]) / len(classes)
+        known = columns[name][~np.isnan(columns[name])]
+        if name == "kl_ts" and len(known) < len(classes):  # of two tokenizers
+            figures["compared"] = len(known) / len(classes)
+        if not len(known):
+            continue
+        figures[name] = math.fsum(known) / len(known)
         if name in ("ce", "teacher_ce"):
             perplexity = compute_perplexity(figures[name])
             figures[name.removesuffix("ce") + "perplexity"] = perplexity
         if name == "cosine":
-            figures["min_cosine"] = float(columns[name].min())
+            figures["min_cosine"] = float(known.min())
     if covered := int(sizes.sum()):
         # The end of a text is a token without bytes, so its nats are left out.
         nats = math.fsum(columns["ce"][classes != END])

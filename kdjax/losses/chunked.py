@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kdjax.losses.divergences import forward_kl
-from kdjax.losses.kd import WeighedLoss, kd_parts_and_gradient
+from kdjax.losses.kd import WeighedLoss, shared_parts_and_gradient
 from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.weights import Scaled, mask_padding, unembed
 
@@ -49,6 +49,7 @@ class HeadSpec:
     chunk_tokens: int  # positions whose logits exist at the same time, on one device
     kernels: bool = False  # as `Placement.kernels` says
     frozen: bool = False  # whether the student's head is frozen and gets no gradient
+    shared: int = 0  # ids, the first, that the teacher's head has too; 0: it has all of them
 
 
 class Weighing(NamedTuple):
@@ -57,7 +58,8 @@ class Weighing(NamedTuple):
     position: Array  # of the whole loss: a batch's `weights`
     ce: Array
     divergence: Array
-    temperature: Array
+    temperature: Array | None = None  # None: the loss's, and no schedule changes its alpha
+    compared: Array | None = None  # 1 where the divergence counts at all, 0 elsewhere
 
 
 Weights = Array | Weighing
@@ -67,6 +69,11 @@ def read_weights(weights: Weights, spec: HeadSpec) -> tuple[Array, HeadSpec]:
     """Returns the weight of each position of a chunk, and the spec with this chunk's loss."""
     if not isinstance(weights, Weighing):
         return weights, spec
+    if weights.temperature is None:
+        loss = spec.loss
+        parts = loss.divergence, weights.ce, weights.divergence, loss.temperature
+        weighed = WeighedLoss(*parts, loss.has_ce, loss.has_divergence)
+        return weights.position, dataclasses.replace(spec, loss=weighed)
     # Padding of the last chunk has zeros.
     temperatures = jnp.where(weights.temperature > 0, weights.temperature, 1)
     loss = WeighedLoss(spec.loss.divergence, weights.ce, weights.divergence, temperatures)
@@ -198,6 +205,8 @@ def scan_loss(
         weight, own = read_weights(weights, spec)
         ce, divergence, g = compute_parts(xs)
         loss = own.loss.combine(ce, divergence)
+        if isinstance(weights, Weighing) and weights.compared is not None:
+            divergence = jnp.where(weights.compared != 0, divergence, 0)
         sums = add_sums(sums, (loss, ce, divergence), weight)
         if not with_gradient:
             return (sums, d_head), None
@@ -271,8 +280,9 @@ def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Arr
         loss = own.loss if theirs is not None else own.loss.without_teacher()
         s = unembed(h_s, head)
         t = s if theirs is None else compute_logits(h_t, theirs, spec)
-        ce, divergence, g = kd_parts_and_gradient(
-            s, t, label, loss, real=spec.real_vocab, fused=own.kernels
+        shared = spec.real_vocab if theirs is None else spec.shared or spec.real_vocab
+        ce, divergence, g = shared_parts_and_gradient(
+            s, t, label, loss, real=spec.real_vocab, shared=shared, fused=own.kernels
         )
         g = g * weight[..., None]
         if loss.divergence != forward_kl:  # its gradient is finite if both sides are

@@ -135,7 +135,7 @@ class WeighedLoss:
     divergence: Divergence
     ce_weights: Array  # alpha times the weight of the position's cross-entropy
     divergence_weights: Array  # 1 - alpha, times the weight of its divergence
-    temperatures: Array
+    temperatures: Array | float
     has_ce: bool = True
     has_divergence: bool = True
 
@@ -145,9 +145,10 @@ class WeighedLoss:
         return self.ce_weights[..., None]
 
     @property
-    def temperature(self) -> Array:
-        """Each position's temperature, `[B, C, 1]`."""
-        return self.temperatures[..., None]
+    def temperature(self) -> Array | float:
+        """Each position's temperature, `[B, C, 1]`, or one number for all."""
+        same = isinstance(self.temperatures, float)
+        return self.temperatures if same else self.temperatures[..., None]
 
     @property
     def gradient_scale(self) -> Array:
@@ -333,3 +334,37 @@ def kd_parts_and_gradient(
         p, q = jnp.exp(hard / temperature) * (1 / sums.soft), jnp.exp(below) * (1 / z)
         gradient += loss.gradient_scale * (p - q)
     return ce[..., 0], kl[..., 0], gradient
+
+
+def shared_parts_and_gradient(
+    student_logits: Float[Array, "*B V"],
+    teacher_logits: Float[Array, "*B W"],
+    labels: Int[Array, "*B"],
+    loss: KDLoss | WeighedLoss,
+    *,
+    real: int,
+    shared: int,
+    fused: bool = False,
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"], Float[Array, "*B V"]]:
+    """As `kd_parts_and_gradient`, of two vocabularies whose first `shared` ids are common.
+
+    The cross-entropy is over all `real` ids of the student. The divergence is over the shared ids,
+    on which both sides are normalised again; other columns of the teacher are not read.
+    """
+    if shared == real:
+        return kd_parts_and_gradient(
+            student_logits, teacher_logits, labels, loss, real=real, fused=fused
+        )
+    ours, theirs = (
+        log_softmax(x[..., :shared], loss.temperature) for x in (student_logits, teacher_logits)
+    )
+    logits = mask_padding(student_logits, real)
+    gradient = jnp.zeros_like(logits)
+    if loss.has_ce:
+        is_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=jnp.float32)
+        gradient += loss.alpha * (jax.nn.softmax(logits, axis=-1) - is_label)
+    if loss.has_divergence:
+        soft = loss.gradient_scale * loss.divergence.logit_gradient(theirs, ours)
+        room = ((0, 0),) * (soft.ndim - 1) + ((0, logits.shape[-1] - shared),)
+        gradient += jnp.pad(soft, room)
+    return cross_entropy(logits, labels), loss.divergence(theirs, ours), gradient

@@ -160,13 +160,18 @@ class Tokenizer:
 
         None for a tokenizer that is neither byte-level nor of SentencePiece's kind.
         """
-        if (spelled := self._spelled) is None:
+        if (spelled := self.spelled) is None:
             return None
         sizes = [0 if i in self.special_ids else len(text) for i, text in enumerate(spelled)]
         return np.array(sizes, np.int32)
 
-    @property
-    def _spelled(self) -> list[bytes] | None:
+    @functools.cached_property
+    def spelled_lengths(self) -> np.ndarray:
+        """Number of bytes of each entry of `spelled`, int64."""
+        return np.array([len(text) for text in self.spelled or []], np.int64)
+
+    @functools.cached_property
+    def spelled(self) -> list[bytes] | None:
         """The bytes of each token, special ones by name; None in the cases of `token_bytes`."""
         if is_sentencepiece(self.encoder):
             return [
@@ -186,7 +191,7 @@ class Tokenizer:
     @functools.cached_property
     def ids_by_bytes(self) -> dict[bytes, int]:
         """The id of each spelling that only one token has; None in the cases of `token_bytes`."""
-        spelled = self._spelled or []
+        spelled = self.spelled or []
         counts = collections.Counter(spelled)
         return {text: i for i, text in enumerate(spelled) if counts[text] == 1}
 

@@ -59,6 +59,7 @@ def cache_teacher(
     config = settle_dtype(config, jax.default_backend())
     placement, pair, plan = survey(config)
     real = pair.vocabulary.real
+    pair.vocabulary.refuse("a cache of the teacher", "it holds what the teacher says of one row")
     if isinstance(kind, CachedTopK):
         _check_k(kind.k, real)
     rows = prepare_all(config, pair)

@@ -9,11 +9,12 @@ import jax
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.layers import ExtraSums
 from kdjax.losses.positions import EvalSums
+from kdjax.losses.shared import OF_COMPARED, SharedEvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import Params
 
-Sums = EvalSums | TopEvalSums | ExtraSums  # one batch's
-_COMPARED = ("divergence", "kl", "acceptance")
+Sums = EvalSums | TopEvalSums | SharedEvalSums | ExtraSums  # one batch's
+_COMPARED = ("divergence", "kl", "acceptance", "compared", "teacher_mass", "student_mass")
 
 
 def compute_perplexity(ce: float) -> float:
@@ -27,7 +28,7 @@ def count_bits(nats: float, covered: int) -> float:
 
 
 def held_out_figures(
-    sums: Sequence[EvalSums | TopEvalSums], loss: KDLoss, covered: int = 0
+    sums: Sequence[EvalSums | TopEvalSums | SharedEvalSums], loss: KDLoss, covered: int = 0
 ) -> dict[str, float]:
     """Merges batches' sums (host floats, float64 here) into the held-out figures, in nats a token.
 
@@ -35,8 +36,10 @@ def held_out_figures(
     the forward KL at T = 1, for any trained divergence. Against a top-k cache the last two are
     called `divergence_topk` and `kl_topk`: they are lower bounds. `acceptance` is the share of the
     student's drafts that the teacher would accept at T = 1; `acceptance_topk` is an upper bound.
-    Comparisons are absent without a teacher. Perplexity is exp of the merged mean, never a mean of
-    perplexities. `covered` is the number of UTF-8 bytes of all targets; it adds bits per byte.
+    Comparisons are absent without a teacher. Against a teacher of another tokenizer `compared` is
+    the share of compared positions; `OF_COMPARED` names the means over these. Perplexity is exp of
+    the merged mean, never a mean of perplexities. `covered` is the number of UTF-8 bytes of all
+    targets; it adds bits per byte.
     """
     columns = dict(zip(type(sums[0])._fields, zip(*sums, strict=True), strict=True)) if sums else {}
     totals = {
@@ -48,6 +51,9 @@ def held_out_figures(
     if count == 0:
         raise ZeroDivisionError("no held-out position carries weight")
     mean = {name: value / count for name, value in totals.items()}
+    if "compared" in totals:
+        compared = max(totals["compared"], 1.0)
+        mean |= {name: totals[name] / compared for name in OF_COMPARED}
     divergence = mean.get("divergence", mean.get("divergence_topk", 0.0))
     figures = {"loss": loss.combine(mean["student_ce"], divergence)}
     for side in ("student", "teacher"):

@@ -35,6 +35,10 @@ class StepRecord:
     batch: Mapping[str, np.ndarray]
 
 
+# Figures of a teacher of another tokenizer: shares of positions, and of each side's probability.
+SHARED = "compared", "teacher_mass", "student_mass"
+
+
 def kl_names(figures: Mapping[str, float]) -> tuple[str, str]:
     """Names of the forward KL at T = 1 and of the trained divergence at T in held-out figures.
 

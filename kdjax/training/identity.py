@@ -50,6 +50,7 @@ FREE = (
     "rollout.batch_size",
     "rollout.stop_growth",
     "rollout.allow_other_template",
+    "loss.allow_few_shared",
     "eval.",
     "checkpoint.",
     "mesh.",

@@ -25,8 +25,9 @@ from kdjax.data import pipeline
 from kdjax.data.counts import TextCounts
 from kdjax.data.fields import Fields
 from kdjax.data.rows import RowSet, RowSettings, check_split, prepare_rows, rows_key, warn_of_marks
-from kdjax.data.sources import survey_files
+from kdjax.data.sources import find_files, survey_files
 from kdjax.data.teacher_cache import hash_index, join_hashes, read_index, split_caches
+from kdjax.data.text import openings, render_records
 from kdjax.device import cluster
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.imatrix import hash_importance
@@ -51,13 +52,39 @@ def prepare_all(config: Config, pair: Pair, begun: str = "") -> RowSet:
     `begun` is the key of the rows that the run began with, if it has begun. Raises `UserError` for
     a teacher with another chat template than the prompts'.
     """
+    writes = config.rollout.prompts and config.rollout.writer == "teacher"
+    pair.vocabulary.refuse(writes and "rollout.writer=teacher", "it would write its own ids")
+    tensor = config.mesh.tensor > 1 and f"mesh.tensor={config.mesh.tensor}"
+    pair.vocabulary.refuse(tensor, "rows of a split head are not put in another order")
     rows = prepare(config.data, pair.tokenizer, begun)
     for line in count_run(config, rows).lines():
         _log.info("%s", line)
-    if config.rollout.prompts and pair.teacher is not None:
-        tokenizers = pair.tokenizer, pair.teacher.tokenizer
+    reader = pair.vocabulary.find_reader(pair.teacher)
+    if config.rollout.prompts and reader is not None:
+        tokenizers = pair.tokenizer, reader.tokenizer
         check_templates(config.rollout, *tokenizers, Fields.parse(config.data.fields))
     return rows
+
+
+_SAMPLED = 64  # rows
+
+
+def read_shared(config: Config, pair: Pair, rows: RowSet) -> None:
+    """Reads conversations as a teacher of another tokenizer does, and logs what is compared.
+
+    Raises `UserError` for a teacher without a chat template, and if too few positions are.
+    """
+    vocabulary, teacher = pair.vocabulary, pair.teacher
+    settings = row_settings(config.data, pair.tokenizer)
+    if teacher is not None:
+        both, fields = (pair.tokenizer, teacher.tokenizer), Fields.parse(config.data.fields)
+        files = [path for side in settings.find_files() for path in side]
+        vocabulary.learn(render_records(files, *both, fields))
+        prompts = find_files(config.rollout.prompts, fields) if config.rollout.prompts else []
+        read = zip(*(openings(prompts, x, fields) for x in both), strict=True)
+        vocabulary.learn_prompts((ours.text, theirs.text) for ours, theirs in read if ours.chat)
+    batches = pipeline.eval_batches(rows.train, batch_size=8, limit=_SAMPLED)
+    vocabulary.sample(batches, allow_few=config.loss.allow_few_shared)
 
 
 def find_begun(workdir: Path) -> str:

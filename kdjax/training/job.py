@@ -57,11 +57,12 @@ from kdjax.training.inputs import (
     hash_models,
     list_read_rows,
     prepare_all,
+    read_shared,
     warn_of_readings,
 )
 from kdjax.training.kinds import ask_kinds
 from kdjax.training.mixtures import Teachers
-from kdjax.training.pair import Pair, open_pair, own_vocabulary
+from kdjax.training.pair import Pair, open_pair
 from kdjax.training.plan import (
     Plan,
     choose_mesh,
@@ -78,6 +79,7 @@ from kdjax.training.teachers import (
 )
 from kdjax.training.trainable import leave_out
 from kdjax.training.user_code import NO_CODE, UserCode
+from kdjax.training.vocabulary import Vocabulary
 
 _log = logging.getLogger("kdjax")
 
@@ -232,7 +234,7 @@ def survey(
             _log.info("no teacher: held-out figures are the student's alone")
     else:
         _log.info("teacher: %s", pair.teacher.describe())
-    _log.info("vocabulary: %d ids, head width %d", pair.vocabulary.real, pair.vocabulary.width)
+    _log.info("vocabulary: %s", pair.vocabulary.describe())
     if not whole:  # else it is read next
         check_texts(config.data, pair.tokenizer)
     mesh, plan = choose_mesh(
@@ -269,6 +271,7 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
         rows = prepare_all(config, pair, find_begun(workdir))
     counts = count_run(config, rows)
     warn_of_readings(config, counts.epochs)
+    read_shared(config, pair, rows)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(hash_models, pair)
         cache = None
@@ -323,11 +326,12 @@ def make_source(
 ) -> Source:
     """Makes the config's batch source: rows, or rounds of answers."""
     if not config.rollout.prompts:
-        return text_source(config.train, rows, cache)
+        return text_source(config.train, rows, cache, pair.vocabulary)
     others = config.train.batch_size - count_own_rows(config)
     text = others and TextSource(rows.train, batch_size=others, seed=config.train.seed)
     student, loss = open_writer(pair, step), step.spec.head.loss
-    return answer_source(config, workdir, pair, student, teacher, text or None, loss)
+    reader = pair.vocabulary.find_reader(teacher)
+    return answer_source(config, workdir, pair, student, reader, text or None, loss)
 
 
 def open_writer(pair: Pair, step: Step) -> Model:
@@ -342,16 +346,20 @@ def open_writer(pair: Pair, step: Step) -> Model:
 
 
 def text_source(
-    train: TrainConfig, rows: RowSet, cache: TeacherCache | SeveralCaches | None
+    train: TrainConfig,
+    rows: RowSet,
+    cache: TeacherCache | SeveralCaches | None,
+    vocabulary: Vocabulary | None = None,
 ) -> TextSource:
     """Makes training batches of the rows, this process's share."""
+    read = vocabulary and vocabulary.columns(lambda row: pipeline.example(rows.train, row))
     return TextSource(
         rows.train,
         batch_size=train.batch_size,
         seed=train.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
-        more=cache and cache.train,
+        more=cache.train if cache else read,
     )
 
 
@@ -367,7 +375,7 @@ def load_teacher(
         max_segments=config.data.max_segments,
         placement=placement,
     )
-    teacher = kind.load(pair.teacher, pair.vocabulary.width, compute)
+    teacher = kind.load(pair.teacher, pair.vocabulary.teacher_width, compute)
     _log.info("%s", teacher)
     return teacher
 
@@ -403,7 +411,7 @@ def build_step(
     )
     vocabulary = pair.vocabulary
     if user_code.student is not None:  # its head may have other rows than the file's
-        vocabulary = own_vocabulary(min(vocabulary.width, student.vocab_size), vocabulary.real)
+        vocabulary = vocabulary.narrow(student.vocab_size)
     step = assemble_step(  # `open_pair` has judged the pair
         student,
         teacher,

@@ -14,6 +14,7 @@ from kdjax.models.drafts import warn_if_refused
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.forms import form_of
+from kdjax.training.vocabulary import Vocabulary, own_vocabulary, share_tokens
 
 _log = logging.getLogger("kdjax")
 # The end of each error about a teacher that teaches nothing.
@@ -23,14 +24,6 @@ _TEACHES_NOTHING = (
     "student (quantize), or, if this is meant,"
 )
 _CUT_DIFFERENTLY = "A text would be cut differently: choose models of one tokenizer."
-
-
-@dataclasses.dataclass(frozen=True)
-class Vocabulary:
-    """The ids that student and teacher share; the loss slices both heads to `width`."""
-
-    width: int  # rows of the narrower head
-    real: int  # ids that the tokenizer has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +68,8 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
     if teacher is None:
         vocabulary = own_vocabulary(rows, real)
     else:
-        vocabulary = align(rows, teacher.spec.vocab_size, tokenizer, teacher.tokenizer)
+        sizes = rows, teacher.spec.vocab_size
+        vocabulary = choose_vocabulary(*sizes, tokenizer, teacher.tokenizer, config.loss.vocabulary)
     return Pair(teacher, student, tokenizer, vocabulary)
 
 
@@ -152,15 +146,16 @@ def _refuse_degenerate(teacher: Checkpoint, student: Checkpoint, *, allowed: boo
 def share_vocabulary(student: Model, teacher: Model | None) -> Vocabulary:
     """Finds the ids that two loaded models share, by their tokenizers if both have one.
 
-    Without tokenizers their heads must have equally many rows. Raises `UserError` if the models'
-    ids have different meanings.
+    Those of two tokenizers share a part of their ids. Without tokenizers their heads must have
+    equally many rows, else `UserError`.
     """
     tokenizer = student.tokenizer
     if teacher is None:
         real = tokenizer.vocab_size if tokenizer else student.vocab_size
         return own_vocabulary(student.vocab_size, real)
     if tokenizer and teacher.tokenizer:
-        return align(student.vocab_size, teacher.vocab_size, tokenizer, teacher.tokenizer)
+        sizes = student.vocab_size, teacher.vocab_size
+        return choose_vocabulary(*sizes, tokenizer, teacher.tokenizer)
     if student.vocab_size != teacher.vocab_size:
         raise UserError(
             f"found heads of {student.vocab_size:,} rows (student) and {teacher.vocab_size:,} "
@@ -169,6 +164,29 @@ def share_vocabulary(student: Model, teacher: Model | None) -> Vocabulary:
         )
     known = tokenizer or teacher.tokenizer
     return own_vocabulary(student.vocab_size, known.vocab_size if known else student.vocab_size)
+
+
+def choose_vocabulary(
+    student_rows: int,
+    teacher_rows: int,
+    student: Tokenizer,
+    teacher: Tokenizer,
+    asked: str = "auto",
+) -> Vocabulary:
+    """Proves that two models have one vocabulary, or maps the ids of two tokenizers.
+
+    `asked` is `loss.vocabulary`: "same" raises `UserError` if the proof fails, "auto" says so and
+    maps, "shared" maps without a proof.
+    """
+    sizes = student_rows, teacher_rows
+    if asked != "shared":
+        try:
+            return align(*sizes, student, teacher)
+        except UserError as error:
+            if asked == "same":
+                raise
+            _log.warning("two tokenizers (loss.vocabulary=auto): %s", error)
+    return share_tokens(student, teacher, *sizes)
 
 
 def align(
@@ -258,16 +276,3 @@ def _check_same(name: str, ours: Sequence[str], theirs: Sequence[str], remedy: s
         f"tokenizers differ at {name} {i}: the student has {ours[i]!r}, the teacher "
         f"{theirs[i]!r}. {remedy}"
     )
-
-
-def own_vocabulary(rows: int, real: int, beside: str = "") -> Vocabulary:
-    """Returns the student's full vocabulary; raises `UserError` if its head has too few rows.
-
-    The message says `beside` after the student's rows.
-    """
-    if not 0 < real <= rows:
-        raise UserError(
-            f"the tokenizer has {real:,} tokens, but the student's head has {rows:,} "
-            f"rows{beside}: the model is not the one its tokenizer belongs to."
-        )
-    return Vocabulary(rows, real)

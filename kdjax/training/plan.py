@@ -95,7 +95,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     if pair.teacher is not None:
         dtype = config.teacher.param_dtype
         resident[f"teacher, {kind.resident or dtype}"] = kind.resident_bytes(
-            pair.teacher, pair.vocabulary.width, dtype, mesh
+            pair.teacher, pair.vocabulary.teacher_width, dtype, mesh
         )
     if form.weights and not shares_base(config, pair, kind):
         weights = RUNNING[form.weights]
@@ -157,7 +157,7 @@ def count_step_flops(
     flops = form_of(config.student).count_flops(spec, config.data.seq_len, trained)
     if pair.teacher is None or config.loss.alpha == 1:  # then it runs in evaluations only
         return flops
-    teacher = kind.flops(pair.teacher, pair.vocabulary.width, config.data.seq_len)
+    teacher = kind.flops(pair.teacher, pair.vocabulary.teacher_width, config.data.seq_len)
     return teacher / teacher_rate + flops
 
 
@@ -386,6 +386,9 @@ class _Temporaries:
             "teacher's head": width * theirs * (self._decoded or self._gathered),
             "student's head, gathered": width * student.hidden_size * self._gathered_masters,
             "hidden states": positions * self._size * states,
+            "heads in one order": self.pair.vocabulary.count_copies(
+                4 * student.hidden_size, self._size * theirs
+            ),
         }
 
     def _kept_rule(self, spec: ArchSpec) -> Size:

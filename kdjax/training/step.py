@@ -39,6 +39,7 @@ from kdjax.losses.chunked import HeadSpec, LossSums
 from kdjax.losses.kd import KDLoss, Schedules
 from kdjax.losses.layers import ExtraSums, LayerLoss
 from kdjax.losses.positions import EvalSums
+from kdjax.losses.shared import SharedEvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.model import Model
@@ -49,7 +50,7 @@ from kdjax.training.forms import PLAIN, Form, check_form, choose_form
 from kdjax.training.heldout import held_out
 from kdjax.training.layer_losses import begin_projections, choose_losses, list_names, read_states
 from kdjax.training.mixtures import Arrays, Teachers, name_arrays
-from kdjax.training.pair import Vocabulary, refuse_same, share_vocabulary
+from kdjax.training.pair import refuse_same, share_vocabulary
 from kdjax.training.teachers import (
     SCHEDULED,
     Batch,
@@ -67,6 +68,7 @@ from kdjax.training.trainable import (
     put_back,
     train_only,
 )
+from kdjax.training.vocabulary import Vocabulary
 
 Mean = tuple[Any, Any]  # a sum and its count, float32 scalars: divided last
 
@@ -386,7 +388,7 @@ def _read_schedules(schedules: Schedules, step: Any, batch: Batch) -> Batch:
 
 def eval_step(
     params: Params, teacher: Params, batch: Batch, *, spec: StepSpec
-) -> EvalSums | TopEvalSums | ExtraSums:
+) -> EvalSums | TopEvalSums | SharedEvalSums | ExtraSums:
     """Held-out sums of one batch; rows of weight 0 count nothing."""
     _refuse_other(spec.shapes, teacher)
 
@@ -485,6 +487,7 @@ class Step:
         teacher: Params | None = None,
         *,
         split: bool = False,
+        vocabulary: Vocabulary | None = None,
     ):
         """`params` are the student's arrays or shapes, `teacher` the teacher's arrays: both are
         read and not stored, except the frozen base of adapters. Each of several devices runs its
@@ -493,6 +496,7 @@ class Step:
         form, self.base = spec.form, spec.form.base(params)
         shapes = jax.eval_shape(lambda tree: tree, form.masters(params))
         self.placement = placement
+        self.vocabulary = vocabulary or Vocabulary(spec.head.width, spec.head.real_vocab)
         both: Any = spec.student, params, spec.teacher, teacher
         self._extra: Any = (spec.extra and begin_projections(spec.extra, *both)) or None
         begin = functools.partial(init_state, tx=spec.tx, form=form, extra=self._extra)
@@ -652,6 +656,7 @@ class Step:
             whole["labels"], whole["weights"], outside = self._read_ids(*ids)
         else:
             whole["labels"], whole["weights"] = check_ids(*ids, head=self.spec.head)
+        whole = self.vocabulary.complete(whole)
         on_host = {k: v for k, v in whole.items() if not isinstance(v, jax.Array)}
         placed = whole | put_batch(on_host, mesh)
         odd = self.spec.kind.check_columns(whole, placed, self.spec.head)
@@ -778,6 +783,7 @@ def assemble_step(
     placement = _share_placement(student, models)
     form = choose_form(form, student)
     check_form(form, student, trainable=trainable, extra=extra)
+    kind = vocabulary.adapt(kind, extra)
     head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
     optimizer, layers = train_only(optimizer, form.masters(student.params), student.spec, trainable)
     functions: Any = models[0].functions if models else None
@@ -798,7 +804,8 @@ def assemble_step(
         extra=choose_losses(extra, student.functions, functions, kind),
         schedules=schedules,
     )
-    return Step(spec, student.params, placement, arrays, split=_splits(spec, placement))
+    split = _splits(spec, placement)
+    return Step(spec, student.params, placement, arrays, split=split, vocabulary=vocabulary)
 
 
 def _check_arguments(loss: Any, optimizer: Any, microbatches: int) -> None:

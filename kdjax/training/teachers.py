@@ -83,19 +83,21 @@ class RunningTeacher(NamedTuple):
 # alpha.
 APART = "ce_weights", "divergence_weights"
 SCHEDULED = tuple(f"loss_{name}" for name in Schedules._fields)
+COMPARED = "teacher_compared"  # 1 where a teacher of another tokenizer predicts alike, else 0
 
 
 def weigh_positions(batch: Batch, loss: Any) -> Weights:
     """Collects the loss's weights: one for each position, or several that differ by position."""
-    if not {*APART, *SCHEDULED} & batch.keys():
+    if not {*APART, *SCHEDULED, COMPARED} & batch.keys():
         return batch["weights"]
     shape = batch["weights"].shape
-    temperature: Any = batch.get("loss_temperature", loss.temperature)
     alpha: Any = batch.get("loss_alpha", loss.alpha)
-    ce, divergence = (batch.get(name, 1.0) for name in APART)
-    amounts = alpha * ce, (1 - alpha) * divergence, temperature
+    ce, divergence, compared = (batch.get(name, 1.0) for name in (*APART, COMPARED))
+    amounts = [alpha * ce, (1 - alpha) * divergence * compared]
+    if set(SCHEDULED) & batch.keys():
+        amounts.append(batch.get("loss_temperature", loss.temperature))
     columns = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in amounts)
-    return Weighing(batch["weights"], *columns)
+    return Weighing(batch["weights"], *columns)._replace(compared=batch.get(COMPARED))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from kdjax.formats.files import replacing
 from kdjax.formats.saved import saved_steps, step_folder
 from kdjax.training.hooks import Hook, StepRecord, kl_names
 from kdjax.training.pair import HOW_TO_ALLOW
+from kdjax.training.vocabulary import HOW_TO_GO_ON, LEAST_MASS
 
 
 class NonFiniteError(KdjaxError, FloatingPointError):
@@ -81,6 +82,24 @@ class NoSignalGuard(Hook):
             f"{kl:.2g} nats, agreement {agreement:.2%}; expected {self.MOST_KL:g} nats or more, or "
             f"at most {self.LEAST_AGREEMENT:.0%}. It is the same model in another precision and "
             f"teaches nothing. Give two different models, or, if this is meant, {HOW_TO_ALLOW}"
+        )
+
+
+class SharedGuard(Hook):
+    """Refuses a fresh run whose teacher says most of what it knows by ids that no student has."""
+
+    def __init__(self, allowed: bool):
+        self._allowed = allowed
+
+    def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
+        """Raises `UserError` if the teacher's mass on the shared ids is below `LEAST_MASS`."""
+        mass = figures.get("teacher_mass", 1.0)
+        if step or self._allowed or mass >= LEAST_MASS:
+            return
+        raise UserError(
+            f"found two tokenizers, and {mass:.1%} of the teacher's probability on the ids that "
+            f"both have; expected {LEAST_MASS:.0%} or more. The student would learn the rest "
+            f"wrongly. Choose another teacher, or {HOW_TO_GO_ON}"
         )
 
 

@@ -266,6 +266,7 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
         "seed": job.config.train.seed,
         "cwd": os.getcwd(),  # relative paths of the config start here
         **files,
+        "two_tokenizers": job.pair.vocabulary.record or None,
         # Bytes on each device, as planned.
         "plan": plan and {name: getattr(plan, name) for name in _PLAN},
         "data": {

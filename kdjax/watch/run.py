@@ -39,7 +39,7 @@ from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints, is_finished
 from kdjax.training.user_code import UserCode
 from kdjax.watch import writers
-from kdjax.watch.guards import CollapseGuard, NonFiniteGuard, NoSignalGuard
+from kdjax.watch.guards import CollapseGuard, NonFiniteGuard, NoSignalGuard, SharedGuard
 from kdjax.watch.receipt import Receipt, close_finished
 from kdjax.watch.report import FILE as REPORT
 from kdjax.watch.report import ReportPage
@@ -189,6 +189,7 @@ def make_hooks(
     # do it well before it has learned more.
     if not (config.teacher.allow_degenerate or config.loss.alpha == 1 or form.differs):
         hooks.append(NoSignalGuard())
+    hooks.append(SharedGuard(config.loss.allow_few_shared))
     first = jax.process_index() == 0
     if first:
         hooks += [
@@ -207,6 +208,7 @@ def make_hooks(
     writes = isinstance(job.step.spec.student, DecoderFunctions) and form.writes
     if config.eval.samples and writes:
         student, placement = job.step.spec.student, job.step.placement
-        samples = job.teacher, job.pair.tokenizer, job.rows.heldout, placement
+        reader = job.pair.vocabulary.find_reader(job.teacher)
+        samples = reader, job.pair.tokenizer, job.rows.heldout, placement
         hooks.append(Samples(workdir, config.eval.samples, student, *samples))
     return [*hooks, ReportPage(workdir)] if first else hooks

@@ -13,7 +13,7 @@ from kdjax.data.rollouts import ROUND
 from kdjax.errors import UserError
 from kdjax.formats.files import replacing, writing
 from kdjax.progress import PHASES, Phase, count_seconds, describe_phases
-from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
+from kdjax.training.hooks import SHARED, Hook, Run, StepRecord, kl_names
 
 METRICS = "metrics.jsonl"
 _NO_ID = re.compile(r"[/\\#?%:]")  # what no id of a run of Weights & Biases may hold
@@ -267,7 +267,7 @@ class Terminal(Hook):
             fields.append(f"{kl} {f[kl]:.4f}")
             if f[trained] != f[kl]:  # not the forward KL at T = 1
                 fields.append(f"{trained}(T={f['temperature']:g}) {f[trained]:.4f}")
-            compared = "agreement", "acceptance", "acceptance_topk"
+            compared = "agreement", "acceptance", "acceptance_topk", *SHARED
             fields += [f"{name} {f[name]:.4f}" for name in compared if name in f]
         fields.append(f"over {f['tokens']:,.0f} tokens")
         self._print(f"held-out at step {step}: {'  '.join(fields)}")

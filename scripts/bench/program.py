@@ -74,8 +74,9 @@ def make_job(request: Request, config: Config) -> Any:
     from kdjax.training import step as training_step
     from kdjax.training.job import Job, build_step, text_source
     from kdjax.training.kinds import ask_kinds
-    from kdjax.training.pair import Vocabulary, open_pair
+    from kdjax.training.pair import open_pair
     from kdjax.training.teachers import CachedHidden, CachedTopK
+    from kdjax.training.vocabulary import Vocabulary
 
     if request.whole:
         training_step.splits_state = sharding.splits_state = lambda mesh: False

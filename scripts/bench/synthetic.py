@@ -21,7 +21,8 @@ from kdjax.formats.recipes import RECIPES, Recipe, fitting, gets_more_bits
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.schema import spec_from_table
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.training.pair import Pair, Vocabulary
+from kdjax.training.pair import Pair
+from kdjax.training.vocabulary import Vocabulary
 
 # Bytes of blocks drawn at a time: bounds memory, and is part of what a seed means.
 _CHUNK_BYTES = 1 << 24

@@ -16,7 +16,7 @@ from scipy.optimize import linear_sum_assignment
 from kdjax.evaluation.health import detectors, forms, probes
 from kdjax.evaluation.health.detectors import Finding, LogitStats, ask
 from kdjax.evaluation.health.weights import matrix_stats
-from kdjax.evaluation.heldout import shared_spec
+from kdjax.evaluation.heldout import shared_vocabulary
 from kdjax.evaluation.target import Target
 from kdjax.formats.saved import SavedTable
 from kdjax.losses.chunked import HeadSpec, join_chunks
@@ -263,7 +263,7 @@ def of_figures(
     enough to need it, else None.
     """
     overall = {name: domain["overall"] for name, domain in figures.items()}
-    real = shared_spec(target.checkpoint, teacher and teacher.checkpoint).real_vocab
+    real = shared_vocabulary(target.checkpoint, teacher and teacher.checkpoint).real
     findings, bit = [], None
     for name, row in overall.items():
         findings += ask((detectors.near_chance, row["ce"], real, name, 1.0))

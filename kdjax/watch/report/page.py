@@ -34,6 +34,8 @@ _COLUMNS = {
     "KL to the teacher": ("", "kl", "{:.4f}"),
     "agreement": ("", "agreement", "{:.2%}"),
     "acceptance": ("", "acceptance", "{:.2%}"),
+    "compared": ("", "compared", "{:.1%}"),
+    "mass on shared ids": ("teacher_mass", "student_mass", "{:.1%}"),
 }
 _SAME = "KL at T = 1"  # a divergence that already has a column
 _PLACES = {

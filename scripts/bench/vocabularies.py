@@ -1,0 +1,182 @@
+"""What a teacher of another tokenizer is worth, next to the same seconds of text alone.
+
+    python -m scripts.bench.vocabularies --out=runs/two --config=configs/qwen1p5b_0p5b.py \
+        --student=hf:HuggingFaceTB/SmolLM2-135M --seconds=250 --seeds=3
+    python -m scripts.bench.vocabularies --out=runs/toy --toy --seconds=40 --rates=2e-3
+
+Each arm is a run of the config: from the teacher (`loss.vocabulary=shared`, at each of `--alphas`)
+or from the text alone (alpha 1), at each of `--rates`, with each seed, all for the same seconds of
+steps. Each is a line of OUT/results.jsonl, and the table is by the best rate of each sort. With
+`--toy` the demo's teacher teaches students of random weights whose tokenizers are trained on the
+demo's stories: byte-level BPE and SentencePiece's BPE, `--ids` each. `--pace=N` times N steps
+next to those of a pair of the same shapes that is taken for one of one vocabulary. Arguments that
+it does not know set fields (`--config.train.batch_size=4`).
+"""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from kdjax import demo
+from kdjax.commands.parsing import load_config, override, run_parser
+from kdjax.config import Config, set_fields
+from kdjax.training import pair
+from kdjax.training.vocabulary import own_vocabulary
+from kdjax.watch.run import distill
+from scripts.bench.arms import run_arms
+from scripts.bench.made_tokenizers import write_students
+
+FIGURES = "student_bits_per_byte", "teacher_bits_per_byte", "kl", "agreement"
+SHARED = "compared", "teacher_mass", "student_mass"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A run: of a student, from a teacher (alpha below 1) or from the text alone (1)."""
+
+    student: str
+    alpha: float
+    rate: float
+    seed: int
+    seconds: float
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Names its line and its folder."""
+        kind = "text" if self.alpha == 1 else f"teacher-alpha{self.alpha:g}"
+        return f"{Path(self.student).name}-{kind}-rate{self.rate:g}-seed{self.seed}"
+
+
+def change(config: Config, arm: Arm) -> Config:
+    """The config of an arm: constant rate after the warmup, nothing but figures written."""
+    config = copy.deepcopy(config)
+    fields: dict[str, Any] = {
+        "student.path": arm.student,
+        "loss.alpha": arm.alpha,
+        "optim.learning_rate": arm.rate,
+        "optim.final_learning_rate": arm.rate,
+        "train.seed": arm.seed,
+        "train.seconds": arm.seconds,
+        "train.steps": 1_000_000,
+        "eval.samples": 0,
+        "eval.every": 0,
+        "checkpoint.every": 0,
+    }
+    set_fields(config, fields | dict(arm.fields))
+    return config
+
+
+def run_arm(config: Config, out: Path, arm: Arm) -> dict[str, Any]:
+    """Trains an arm; its first and last held-out figures, and the steps that its seconds took."""
+    workdir = out / arm.name
+    distill(change(config, arm), workdir, suits_cpu=True)
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    evals = [line for line in lines if line["kind"] == "eval"]
+    receipt = json.loads((workdir / "receipt.json").read_text())
+    told = dataclasses.asdict(arm) | {"two_tokenizers": receipt["two_tokenizers"]}
+    named = {name: evals[-1].get(name) for name in (*FIGURES, *SHARED)}
+    return told | named | {"before": evals[0][FIGURES[0]], "steps": evals[-1]["step"]}
+
+
+def list_arms(args: argparse.Namespace, students: Sequence[str]) -> Iterator[Arm]:
+    """Lists each student's arms: seed by seed, so that an early end leaves complete seeds."""
+    for seed in range(args.seeds):
+        for student in students:
+            for alpha in (*args.alphas, 1.0):
+                for rate in args.rates:
+                    yield Arm(student, alpha, rate, seed, args.seconds)
+
+
+def summarise(out: Path) -> str:
+    """The table in Markdown: of each student and sort of arm the best rate, over its seeds."""
+    records = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    groups: dict[tuple[str, float, float], list[dict[str, Any]]] = {}
+    for record in records:
+        key = Path(record["student"]).name, record["alpha"], record["rate"]
+        groups.setdefault(key, []).append(record)
+    best: dict[tuple[str, float], tuple[float, float]] = {}
+    for (student, alpha, rate), found in groups.items():
+        mean = statistics.fmean(one[FIGURES[0]] for one in found)
+        best[student, alpha] = min(best.get((student, alpha), (mean, rate)), (mean, rate))
+    lines = [
+        "| student | from | rate | bits a byte, each seed | mean | compared | steps |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (student, alpha), (mean, rate) in sorted(best.items()):
+        found = groups[student, alpha, rate]
+        each = ", ".join(f"{one[FIGURES[0]]:.4f}" for one in found)
+        kind = "text" if alpha == 1 else f"teacher, alpha {alpha:g}"
+        share, steps = found[0]["compared"], statistics.fmean(one["steps"] for one in found)
+        cells = student, kind, f"{rate:g}", each, f"{mean:.4f}", f"{share:.1%}", f"{steps:.0f}"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def time_pace(config: Config, out: Path, arm: Arm, steps: int) -> dict[str, float]:
+    """Seconds a step: of the pair, and of one of its shapes that is taken for one vocabulary."""
+    found = {}
+    for name in ("two", "one"):
+        workdir = out / f"pace-{name}-{time.time_ns()}"
+        with contextlib.ExitStack() as patched:
+            if name == "one":
+                patched.enter_context(
+                    mock.patch.object(
+                        pair,
+                        "choose_vocabulary",
+                        lambda rows, theirs, tokenizer, *_: own_vocabulary(
+                            min(rows, theirs), min(tokenizer.vocab_size, rows, theirs)
+                        ),
+                    )
+                )
+            timed = dataclasses.replace(
+                arm, seconds=0, fields=(("train.steps", steps), ("eval.rows", 8))
+            )
+            distill(change(config, timed), workdir, suits_cpu=True)
+        lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+        paces = [line["tokens_per_second"] for line in lines if line["kind"] == "train"]
+        places = config.train.batch_size * config.data.seq_len
+        found[name] = places / statistics.median(paces[len(paces) // 3 :])
+    return found | {"ratio": found["two"] / found["one"]}
+
+
+def main() -> None:
+    """Runs the arms, and prints the table."""
+    parser = run_parser("vocabularies", __doc__)
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--student", action="append", default=[], help="one or several; with --toy none")
+    add("--toy", action="store_true", help="the demo's teacher, and made tokenizers")
+    add("--ids", type=int, default=1000, help="ids of a made tokenizer")
+    add("--seconds", type=float, default=250)
+    add("--seeds", type=int, default=3)
+    add("--alphas", type=float, nargs="*", default=[0.2])
+    add("--rates", type=float, nargs="+", default=[1e-5, 3e-5, 1e-4])
+    add("--pace", type=int, default=0, help="steps to time instead")
+    args, rest = parser.parse_known_args()
+    config = override(load_config(args.config or "demo:random")[0], rest, parser)
+    students = args.student
+    if args.toy:
+        texts = [json.loads(line)["text"] for line in demo.STORIES.read_text().splitlines()]
+        shape = json.loads((demo.STUDENT_SHAPE / "config.json").read_text())
+        write_students(shape, texts, args.ids, args.out / "students")
+        students = [str(args.out / "students" / x) for x in ("byte-level", "sentencepiece")]
+    arms = list(list_arms(args, students))
+    if args.pace:
+        print(json.dumps(time_pace(config, args.out, arms[0], args.pace)))
+        return
+    until = time.monotonic() + 1e9
+    run_arms(arms, lambda arm: run_arm(config, args.out, arm), args.out, until=until, around=0)
+    print(summarise(args.out))
+
+
+if __name__ == "__main__":
+    main()
