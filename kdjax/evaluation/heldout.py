@@ -235,7 +235,7 @@ def position_values(
 ) -> Values:
     """All figures of every position at T = 1, `chunk_tokens` positions of logits at a time.
 
-    A teacher of another tokenizer has `ids`, and hidden states of its own row, of which `places`
+    A teacher of another tokenizer has `ids`, and hidden states of another row, of which `places`
     are the student's positions: below 0, comparisons are NaN.
     """
     if ids is None or teacher_hidden is None or places is None:

@@ -346,7 +346,7 @@ def shared_parts_and_gradient(
     shared: int,
     fused: bool = False,
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"], Float[Array, "*B V"]]:
-    """As `kd_parts_and_gradient`, of two vocabularies whose first `shared` ids are common.
+    """Computes `kd_parts_and_gradient` of vocabularies that have the first `shared` ids in common.
 
     The cross-entropy is over all `real` ids of the student. The divergence is over the shared ids,
     on which both sides are normalised again; other columns of the teacher are not read.

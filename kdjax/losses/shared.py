@@ -126,7 +126,7 @@ OF_COMPARED = "kl", "agreement", "acceptance", "teacher_mass", "student_mass"
 
 
 class SharedTeacher(NamedTuple):
-    """What a teacher of another tokenizer says of a batch; its row has the student's T."""
+    """Outputs of a teacher of another tokenizer for a batch; its row has the student's T."""
 
     hidden: Float[Array, "B T D"]
     head: Any  # over all of its ids

@@ -352,7 +352,7 @@ def read_batch(
     `records` has the readings of conversations, by `hash_ids` of the student's ids, and `prompts`
     both renderings of the prompts that answers follow; any other segment is read as text.
     `teacher_places` is as in `Reading`; `teacher_weights` weighs the teacher's own positions so
-    that the sum of its cross-entropies is that of the trained bytes.
+    that its cross-entropies add up over the bytes that are trained.
     """
     count, length = batch["tokens"].shape
     segments = [

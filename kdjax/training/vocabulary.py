@@ -66,7 +66,7 @@ class Vocabulary:
         return self.width
 
     def describe(self) -> str:
-        """Says what is compared, for the log."""
+        """Describes the compared ids for the log."""
         return f"{self.real} ids, head width {self.width}"
 
     @property
@@ -119,7 +119,7 @@ class Vocabulary:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a receipt says of it; {} if the tokenizers are one."""
+        """Its entry in a receipt; {} for one tokenizer."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""What a teacher of another tokenizer is worth, next to the same seconds of text alone.
+"""Measures what a teacher of another tokenizer is worth, next to the same seconds of text alone.
 
     python -m scripts.bench.vocabularies --out=runs/two --config=configs/qwen1p5b_0p5b.py \
         --student=hf:HuggingFaceTB/SmolLM2-135M --seconds=250 --seeds=3
