@@ -371,7 +371,7 @@ def _make_spec(shared: Vocabulary) -> HeadSpec:
 
 
 def shared_vocabulary(model: Checkpoint, teacher: Checkpoint | None) -> Vocabulary:
-    """Counts the compared ids; those of a teacher of another tokenizer are a part of both's."""
+    """Finds the compared ids: of two tokenizers the ids that both have."""
     try:
         return _prove_shared(model, teacher)
     except UserError as error:

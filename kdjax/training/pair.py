@@ -146,7 +146,7 @@ def _refuse_degenerate(teacher: Checkpoint, student: Checkpoint, *, allowed: boo
 def share_vocabulary(student: Model, teacher: Model | None) -> Vocabulary:
     """Finds the ids that two loaded models share, by their tokenizers if both have one.
 
-    Those of two tokenizers share a part of their ids. Without tokenizers their heads must have
+    Two tokenizers share a part of their ids. Without tokenizers their heads must have
     equally many rows, else `UserError`.
     """
     tokenizer = student.tokenizer
