@@ -372,6 +372,7 @@ def test_rows_longer_than_the_context(tiny_config, tmp_path):
 def test_teacher_smaller_than_student(tiny_config, tmp_path):
     config = dataclasses.replace(tiny_config)
     config.teacher.path, config.student.path = config.student.path, config.teacher.path
+    config.loss.vocabulary = "same"
     with pytest.raises(UserError, match=r"teacher's vocabulary \(.* 320 rows\) is smaller .* 384"):
         assemble(config, tmp_path)
 
