@@ -147,8 +147,9 @@ class WeighedLoss:
     @property
     def temperature(self) -> Array | float:
         """Each position's temperature, `[B, C, 1]`, or one number for all."""
-        same = isinstance(self.temperatures, float)
-        return self.temperatures if same else self.temperatures[..., None]
+        if isinstance(self.temperatures, float):
+            return self.temperatures
+        return self.temperatures[..., None]
 
     @property
     def gradient_scale(self) -> Array:

@@ -127,7 +127,7 @@ class TokenMap:
         ends[:opens] = 0
         ends[opens:stop] = np.cumsum(self.student.spelled_lengths[body]) - lead
         ends[ends > len(text.encode())] = -1
-        closed = whole and stop == len(ids) - 1 and self.teacher_ids[ids[stop]] >= 0
+        closed = whole and stop == len(ids) - 1 and bool(self.teacher_ids[ids[stop]] >= 0)
         if closed:
             ends[stop] = len(text.encode()) + 1
         return _Text(text, ends, closed, stop)
@@ -372,7 +372,7 @@ def read_batch(
     read = tokens.read_texts([segments[n][-1] for n in texts])
     for n, reading in zip(texts, read, strict=True):
         readings[n] = reading
-    columns = {name: np.zeros((count, length), np.int32) for name in _COLUMNS[:-1]}
+    columns: dict[str, Any] = {name: np.zeros((count, length), np.int32) for name in _COLUMNS[:-1]}
     columns["places"][:] = _SPECIAL
     columns["weights"] = np.zeros((count, length), np.float32)
     filled = np.zeros(count, np.int64)

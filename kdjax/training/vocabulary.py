@@ -205,7 +205,7 @@ class SharedVocabulary(Vocabulary):
         self.prompts.update({hash_ids(np.array(encode(one))): (one, two) for one, two in prompts})
 
     def sample(self, batches: Iterable[dict[str, Any]], *, allow_few: bool) -> None:
-        counts = dict.fromkeys(("compared", *REASONS), 0)
+        counts: dict[str, int] = dict.fromkeys(["compared", *REASONS], 0)
         for batch in batches:
             for name, count in count_places(self.complete(batch)).items():
                 counts[name] += count
