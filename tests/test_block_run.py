@@ -1,7 +1,9 @@
 """Runs that train a block that drafts: resumed, opened again, on meshes, refused, as a command."""
 
 import contextlib
+import json
 import os
+import re
 import shutil
 import signal
 from unittest import mock
@@ -157,9 +159,13 @@ def test_devices_that_share_weights_train_alike(run, tmp_path):
         ("student.lora.rank", 4, "student.lora.rank=4: must be 0 with student.block='own'"),
         ("mesh.tensor", 2, "mesh.tensor=2: must be 1 with student.block"),
         ("student.block", "yes", "student.block='yes': must be empty, or one of own"),
+        ("student.block", "", "student.block='': must be set with student.later_drafts='0.5'"),
+        ("student.later_drafts", "0.5,x", "student.later_drafts='0.5,x': must be empty, or at"),
+        ("student.later_drafts", "0.5,0", "student.later_drafts='0.5,0': must be empty, or at"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(config, field, value, message):
+    config.student.later_drafts = "0.5"
     *sections, name = field.split(".")
     section = config
     for part in sections:
@@ -222,6 +228,20 @@ def test_the_step_compiled_for_shapes_is_that_for_arrays(config):
 
 
 @pytest.mark.slow
+def test_a_run_of_three_drafts_resumes_bit_for_bit(models, tmp_path, served):
+    """Its log and its held-out figures have each draft."""
+    config = train_block(models, tmp_path, served)
+    config.student.later_drafts, config.train.microbatches = "0.6,0.35", 2
+    made = finish(config, tmp_path)
+    held_out = assert_goes_on(made, tmp_path / "parts", stop_at=2)
+    steps = [call[2] for call in made[3].calls if call[0] == "step"]
+    for found in (*steps, *held_out):
+        total = found["divergence"] + 0.6 * found["draft_2"] + 0.35 * found["draft_3"]
+        assert found["loss"] == pytest.approx(total, rel=1e-5)
+    assert steps[-1]["draft_3"] < steps[0]["draft_3"]
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn", "steps_stay")
 def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
     """Layers keep their bytes; a disk that is full has one message and costs no saved step."""
@@ -231,6 +251,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
         (text / f"{i}.py").write_text(f"def f{i}(x):\n    return x * {i}\n" * 8)
     out, where = tmp_path / "o.gguf", [str(served), f"--data={text}"]
     how = ["--seq-len=32", "--steps=8", "--learning-rate=3e-3", f"--out={out}"]
+    how += ["--rows=2", "--max-tokens=8"]
     how += [f"--config.data.cache_dir={tmp_path}/rows", "--config.eval.every=0"]
 
     def stop(self, record):
@@ -248,8 +269,11 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
     told = capsys.readouterr().err.splitlines()[-2:]
     assert "cannot be written" in told[0] and f"checkpoints/{stopped}: the run goes on" in told[1]
     assert draft.main([*where, *how]) == 0
-    told = capsys.readouterr().out.rpartition("T = 1: ")[2].split()
+    said = capsys.readouterr().out
+    told = said.partition("T = 1: ")[2].split()
     assert float(told[2]) > float(told[0]) + 0.01
+    assert re.search(r"\n  greedily: [0-3]\.\d\d accepted a pass, \d\.\d\d times", said)
+    assert f"\n  llama-server -m {out} --spec-type draft-mtp --spec-draft-n-max " in said
     ours, theirs = read_tensors(out), read_tensors(served)
     changed = {n for n in theirs if ours[n] != theirs[n] and not n.endswith("ssm_a")}  # rounded
     assert changed and all(name.startswith("blk.4.") for name in changed)
@@ -271,6 +295,50 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
     ):
         assert draft.main([*where, *how, *more]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn", "steps_stay")
+def test_one_command_makes_a_small_draft_from_prompts(models, tmp_path, capsys):
+    """The big model's answers train the small one, and judge it; a second call writes none anew."""
+    lines = (json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(64))
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    big, small = models / "teacher.gguf", models / "student.gguf"
+    out, how = tmp_path / "o.gguf", ["--kind=small", f"--draft={small}", "--seq-len=32"]
+    how += [f"--prompts={tmp_path}/prompts.jsonl", "--answers=48", "--max-tokens=12"]
+    how += ["--steps=2", "--rows=2", f"--config.data.cache_dir={tmp_path}/rows"]
+    assert draft.main([f"{big}@dense:float32", f"--out={out}", *how]) == 0
+    said = capsys.readouterr().out
+    assert f"\n  llama-server -m {big} -md {out} --spec-type draft-simple" in said
+    assert "accepted a pass" in said and "48 of 48 prompts answered" in said
+    answers = (tmp_path / "o.answers.jsonl").read_bytes()
+    assert 40 <= answers.count(b"def f") <= 48  # empty ones are left out
+    again = [f"--out={out}", "--overwrite", *how]
+    assert draft.main([f"{big}@dense:float32", *again]) == 0
+    assert (tmp_path / "o.answers.jsonl").read_bytes() == answers
+    assert open_table(out).info("blk.0.ffn_up.weight").dtype == "Q8_0"
+    begun = [f"{big}@dense:float32", f"--draft={out}", "--prompt=def f"]
+    assert generate.main([*begun, "--max-tokens=4"]) == 0
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--kind=small"], "name the small model that trains: --draft=SMALL.gguf"),
+        (["--draft=s.gguf"], "--draft names a small model: give --kind=small"),
+        (["--kind=small", "--draft=s.gguf", "--new"], "--new begins a block; expected none"),
+        (["--data=a", "--prompts=b"], "--prompts: not allowed with argument --data"),
+        (["--answers=0"], "--answers=0 must be 1 or more"),
+        (["--type=q4_k_m"], "found --type=q4_k_m; expected one of F32"),
+        ([], r"a qwen2 model; expected one of qwen3_5_text"),
+    ],
+)
+def test_flags_that_do_not_go_together_have_one_line(models, tmp_path, capsys, flags, message):
+    """Nothing is made."""
+    command = [str(models / "student.gguf"), f"--out={tmp_path}/o.gguf", *flags]
+    assert draft.main(command) == 2
+    told = capsys.readouterr().err
+    assert message in told and len(told.splitlines()) == 1 and not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -1,52 +1,184 @@
-"""Trains a model's drafting block (MTP, `nextn`) towards the model's predictions.
+"""Makes a draft for the very GGUF file that is served, by one command.
 
-    kdjax draft model-q4_k_m.gguf --data=answers.jsonl --out=model-drafting.gguf
-    llama-server -m model-drafting.gguf --spec-type draft-mtp --spec-draft-n-max 3
+    kdjax draft model-q4_k_m.gguf --out=model-drafting.gguf
+    kdjax draft big.gguf --kind=small --draft=small.gguf --prompts=prompts.jsonl --out=draft.gguf
 
-MODEL is the served file, as for `kdjax evaluate`, packed by default. Its layers stay as they are,
-bit for bit. (Rates of delta layers are stored as logarithms; they stay so if they were bfloat16, as
-in published models, else they may change in the last bit.) The block is trained by total variation,
-which is the share of its drafts that the model rejects. For a model without a block --new begins
-one. It is a run of `kdjax train` with student.block: the same command resumes one that was stopped,
-and --config.FIELD=VALUE sets any other field.
+MODEL is the served file, as for `kdjax evaluate`, packed by default. It answers the prompts, and
+the draft is trained on its answers, or on the text of --data, towards what MODEL says there.
+
+--kind=mtp trains the next-token block of MODEL's own file (Qwen3.5 and its like) by total
+variation, which is the share of its drafts that the model rejects. The layers stay as they are, bit
+for bit. (Rates of delta layers are stored as logarithms; they stay so if they were bfloat16, as in
+published models, else they may change in the last bit.) For a model without a block --new begins
+one. --kind=small trains a small model of the same vocabulary.
+
+The parts: answers, training, export, proof. Each is stored next to --out, and the same command goes
+on from there. The training is a run of `kdjax train`: --config.FIELD=VALUE sets any other field.
 """
 
 import argparse
+import os
 import shlex
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import jax
 
+from kdjax.commands import answers
 from kdjax.commands.export import read_model
-from kdjax.commands.parsing import Parser, RunCommand, add_cluster_flags, log_to_terminal, override
-from kdjax.commands.train import ENDS, carry_out
+from kdjax.commands.parsing import (
+    TEXT,
+    Parser,
+    RunCommand,
+    add_cluster_flags,
+    check_least,
+    log_to_terminal,
+    override,
+)
+from kdjax.commands.train import ENDS, carry_out, check_workdir
 from kdjax.config import NEW, OWN_BLOCK, SELF, Config, validate
+from kdjax.device import cluster, sharding
 from kdjax.errors import FINISHED, UserError, reporting
+from kdjax.evaluation import drafting
+from kdjax.evaluation.target import Target, open_target
 from kdjax.export import export_gguf
-from kdjax.export.staging import check_target
+from kdjax.export.formats import GGUF_TYPES
+from kdjax.export.staging import check_target, stage
 from kdjax.formats.blocks import ENCODED
 from kdjax.formats.files import make_place
 from kdjax.formats.saved import read_receipt
-from kdjax.models.checkpoint import ModelArgument, open_step
-from kdjax.models.nextn import pack_block, take_block
+from kdjax.models.checkpoint import Checkpoint, ModelArgument, open_checkpoint, open_step
+from kdjax.models.drafts import check_same_ids, warn_if_refused
+from kdjax.models.nextn import find_block, pack_block, take_block
+from kdjax.training.inputs import prepare
+
+_JUDGED = 128  # ids of each answer that judges the draft
+
+
+class _Block:
+    """The next-token block of the served file."""
+
+    rate: ClassVar[float] = 3e-4
+    types: ClassVar[Sequence[str]] = tuple(x.lower() for x in ENCODED)
+
+    def check_flags(self, args: argparse.Namespace) -> None:
+        """Raises `UserError` for flags that this kind does not take."""
+        if args.draft:
+            raise UserError("--draft names a small model: give --kind=small, or leave it out.")
+
+    def check_models(self, args: argparse.Namespace) -> None:
+        """Raises `UserError` for models that this kind does not take."""
+        served = open_checkpoint(_served(args))
+        find_block(served.spec, served, new=args.new)
+
+    def fill(self, config: Config, args: argparse.Namespace) -> None:
+        """Sets what trains, and how."""
+        config.teacher.path, config.student.path = SELF, _served(args)
+        config.student.block = NEW if args.new else OWN_BLOCK
+        config.loss.divergence = "total_variation"
+        config.optim.final_learning_rate = args.learning_rate / 10
+
+    def write(self, args: argparse.Namespace, checkpoint: Checkpoint, file: Path) -> None:
+        """Writes the model with its trained block."""
+        block = take_block(read_model(checkpoint))
+        export_gguf(pack_block(block, args.type.upper()), file, overwrite=True)
+
+    def open(self, args: argparse.Namespace, file: Path) -> tuple[Target | None, Target]:
+        """Opens the draft, None for the model's own block, and the model."""
+        return None, open_target(str(file) + _form(args.model))
+
+    def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
+        """Commands that use the file."""
+        out = shlex.quote(str(args.out))
+        return [
+            f"  llama-server -m {out} --spec-type draft-mtp --spec-draft-n-max {drafts}",
+            f"  kdjax generate {out} --draft=own --prompt='def '",
+        ]
+
+
+class _Small:
+    """A small model of the same vocabulary."""
+
+    rate: ClassVar[float] = 2e-5
+    types: ClassVar[Sequence[str]] = GGUF_TYPES
+
+    def check_flags(self, args: argparse.Namespace) -> None:
+        """Raises `UserError` for flags that this kind does not take."""
+        if not args.draft:
+            raise UserError("--kind=small: name the small model that trains: --draft=SMALL.gguf.")
+        if args.new:
+            raise UserError("--new begins a block; expected none with --kind=small. Leave it out.")
+
+    def check_models(self, args: argparse.Namespace) -> None:
+        """Raises `UserError` for models that this kind does not take."""
+        served, small = open_checkpoint(_served(args)), open_checkpoint(args.draft)
+        check_same_ids(served.tokenizer, small.tokenizer)
+        warn_if_refused(served, small)
+
+    def fill(self, config: Config, args: argparse.Namespace) -> None:
+        """Sets what trains, and how: as configs/draft_1p5b_0p5b.py."""
+        config.teacher.path, config.student.path = _served(args), args.draft
+        config.loss.divergence = "0.3*forward_kl+0.7*total_variation"
+        config.optim.final_learning_rate = 0.0
+
+    def write(self, args: argparse.Namespace, checkpoint: Checkpoint, file: Path) -> None:
+        """Writes the trained model."""
+        export_gguf(read_model(checkpoint), file, dtype=args.type.lower(), overwrite=True)
+
+    def open(self, args: argparse.Namespace, file: Path) -> tuple[Target | None, Target]:
+        """Opens the draft and the model."""
+        form = _form(args.model)
+        return open_target(str(file) + form), open_target(_served(args) + form)
+
+    def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
+        """Commands that use the file."""
+        served, out = (shlex.quote(str(x)) for x in (_served(args), args.out))
+        return [
+            f"  llama-server -m {served} -md {out} --spec-type draft-simple "
+            f"--spec-draft-n-max {drafts} --spec-draft-p-min 0",
+            f"  kdjax generate {served} --draft={out} --draft-tokens={drafts} --prompt='def '",
+        ]
+
+
+_KINDS = {"mtp": _Block(), "small": _Small()}
+
+
+def _served(args: argparse.Namespace) -> str:
+    return ModelArgument.parse(args.model).path
+
+
+def _form(model: str) -> str:
+    """The form of MODEL, packed by default: `@packed`."""
+    return model.removeprefix(ModelArgument.parse(model).path) or "@packed"
 
 
 def _parser() -> Parser:
     parser = Parser("draft", __doc__, *ENDS)
     add = parser.add_argument
     add("model", metavar="MODEL", help="the served file, with @FORM (default: @packed)")
-    add("--data", required=True, metavar="PATHS", help="text, preferably MODEL's answers")
+    text = "mtp: the block of MODEL's own file; small: a separate model, of --draft"
+    add("--kind", choices=_KINDS, default="mtp", help=text)
+    add("--draft", default="", metavar="FILE", help="with --kind=small: the model to train")
+    read = parser.add_mutually_exclusive_group()
+    text = "MODEL answers these; as for `kdjax answers` (%(default)s)"
+    read.add_argument("--prompts", default=TEXT, metavar="FILES", help=text)
+    text = "text to train on in place of answers, preferably MODEL's"
+    read.add_argument("--data", default="", metavar="PATHS", help=text)
+    add("--answers", type=int, default=4096, help="prompts that MODEL answers (%(default)s)")
+    add("--max-tokens", type=int, default=256, help="of an answer (%(default)s)")
     add("--out", required=True, type=Path, metavar="FILE", help="the GGUF file to make")
     text = "for checkpoints, metrics and the report; by default FILE with .run in place of .gguf"
     add("--workdir", type=Path, help=text)
     add("--steps", type=int, default=1000, help="optimizer steps (%(default)s)")
     add("--batch-size", type=int, default=8, help="rows a step (%(default)s)")
     add("--seq-len", type=int, default=512, help="positions a row (%(default)s)")
-    add("--learning-rate", type=float, default=3e-4, help="at its peak (%(default)s)")
-    add("--type", default="q8_0", help="block type of the block's matrices (%(default)s)")
+    add("--learning-rate", type=float, help="at its peak; default: 3e-4 for mtp, 2e-5 for small")
+    add("--type", default="q8_0", help="block type of the draft's matrices (%(default)s)")
     add("--new", action="store_true", help="begin a new block, drawn by --seed")
     add("--seed", type=int, default=0, help="of the order of rows, and of a new block")
+    add("--rows", type=int, default=16, help="held-out texts that judge it; 0: none (%(default)s)")
     add("--overwrite", action="store_true", help="replace --out if it is there")
     add("--plan", action="store_true", help="as `kdjax plan`: train nothing")
     add_cluster_flags(parser)
@@ -54,30 +186,41 @@ def _parser() -> Parser:
 
 
 def _make_config(args: argparse.Namespace) -> Config:
-    """Makes the run's config: the model's layers teach the block."""
+    """Makes the run's config: the model teaches its draft."""
     form, config = ModelArgument.parse(args.model), Config()
-    config.teacher.path, config.student.path = SELF, form.path
     config.teacher.weights = form.weights if args.model != form.path else "packed"
     config.teacher.param_dtype = config.train.compute_dtype = form.dtype
-    config.student.block = NEW if args.new else OWN_BLOCK
-    config.data.train, config.data.seq_len = args.data, args.seq_len
+    config.data.train, config.data.seq_len = args.data or str(_answers(args)), args.seq_len
     config.data.heldout_fraction = 1 / 16
-    config.loss.divergence, config.loss.temperature, config.loss.alpha = "total_variation", 1.0, 0.0
+    config.loss.temperature, config.loss.alpha = 1.0, 0.0
     config.optim.learning_rate = args.learning_rate
-    config.optim.final_learning_rate = args.learning_rate / 10
     config.optim.warmup_steps = max(0, min(20, args.steps - 1))
     config.train.steps, config.train.batch_size = args.steps, args.batch_size
     config.train.seed = args.seed
+    _KINDS[args.kind].fill(config, args)
     return config
+
+
+def _answers(args: argparse.Namespace) -> Path:
+    """The file of MODEL's answers."""
+    return args.out.with_suffix(".answers.jsonl")
 
 
 def _parse(argv: Sequence[str] | None) -> RunCommand:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    if args.type.upper() not in ENCODED:
-        raise UserError(f"found --type={args.type}; expected one of {', '.join(ENCODED)}.")
+    kind = _KINDS[args.kind]
+    if args.type.lower() not in kind.types:
+        known = ", ".join(x.upper() for x in kind.types)
+        raise UserError(f"found --type={args.type}; expected one of {known}.")
+    check_least(args, answers=1, max_tokens=2, rows=0)
     check_target(args.out, folder=False, overwrite=args.overwrite)
     args.workdir = args.workdir or args.out.with_suffix(".run")
+    if args.learning_rate is None:
+        args.learning_rate = kind.rate
+    kind.check_flags(args)
+    if not args.plan:  # a plan reads headers alone
+        kind.check_models(args)
     config = override(_make_config(args), rest, parser)
     validate(config)
     return RunCommand(args, config, "draft", {})
@@ -90,21 +233,73 @@ def main(argv: list[str] | None = None) -> int:
     run = _parse(argv)
     if not run.options.plan:
         make_place(run.options.out)
+        status = _answer(run.options)
+        if status != FINISHED:
+            return status
     status = carry_out(run)
     if status != FINISHED or run.options.plan or jax.process_index() != 0:
         return status
-    _write(run.options)
+    _write(run)
     return FINISHED
 
 
-def _write(args: argparse.Namespace) -> None:
-    """Writes the model with its trained block, and prints the drafts accepted before and after."""
-    checkpoint = open_step(args.workdir)
-    block = take_block(read_model(checkpoint))
-    export_gguf(pack_block(block, args.type.upper()), args.out, overwrite=args.overwrite)
+def _answer(args: argparse.Namespace) -> int:
+    """Writes MODEL's answers to the prompts, or goes on; returns the exit status."""
+    if args.data:
+        return FINISHED
+    if args.distributed == "auto" and cluster.find_member(os.environ) is not None:
+        raise UserError(
+            "found several processes and no --data; expected the answers, which one process "
+            "writes: kdjax answers MODEL --prompts=FILES --out=answers.jsonl."
+        )
+    check_workdir(args.workdir)
+    flags = [f"--prompts={args.prompts}", f"--limit={args.answers}", f"--seed={args.seed}"]
+    flags += [f"--max-tokens={args.max_tokens}", f"--out={_answers(args)}"]
+    return answers.main([_served(args) + _form(args.model), *flags])
+
+
+def _write(run: RunCommand) -> None:
+    """Writes the draft, judges it and puts it into place; prints what it saves."""
+    args, kind = run.options, _KINDS[run.options.kind]
+    checkpoint, made = open_step(args.workdir), args.workdir / args.out.name
+    kind.write(args, checkpoint, made)
+    drafts, lines = _judge(run, checkpoint, made) if args.rows else (3, [])
+    with stage(args.out, folder=False, overwrite=args.overwrite) as aside:
+        shutil.move(made, aside)
     held_out = (read_receipt(args.workdir) or {}).get("held_out", {})
     shares = [held_out.get(which, {}).get("acceptance") for which in ("first", "final")]
     if None not in shares:
         print("of its drafts accepted at T = 1: {:.4f} before, {:.4f} after".format(*shares))
-    print(f"{args.out}: {checkpoint}")
-    print(f"next:\n  kdjax generate {shlex.quote(str(args.out))} --draft=own --prompt='def '")
+    print(f"{args.out}: {checkpoint}", *lines, "next:", *kind.list_next(args, drafts), sep="\n")
+
+
+def _judge(run: RunCommand, checkpoint: Checkpoint, file: Path) -> tuple[int, list[str]]:
+    """Counts what the draft in `file` saves along MODEL's continuations of held-out texts.
+
+    Returns the best number of drafts a pass, and lines that say what it saves.
+    """
+    args = run.options
+    draft, served = _KINDS[args.kind].open(args, file)
+    rows = prepare(run.config.data, checkpoint.tokenizer).heldout
+    prompts = drafting.begin_rows(rows, args.rows)
+    found = drafting.measure(
+        draft,
+        served,
+        {"held out": prompts},
+        sharding.make_local_mesh(),
+        new_tokens=min(_JUDGED, args.max_tokens),
+        batch_size=len(prompts),
+        seed=args.seed,
+    )
+    rules: Mapping[str, Any] = found["domains"]["held out"]
+    best = rules["greedy"]["best"] or 3
+    lines = [f"{best} drafts a pass, along what the model adds to {len(prompts)} held-out texts:"]
+    for rule, name in (("greedy", "greedily"), ("sampled", "at T = 1")):
+        if block := rules[rule]["blocks"].get(best):
+            lines.append(
+                f"  {name}: {block['accepted']:.2f} accepted a pass, {block['speed_up']:.2f} times "
+                "the speed without a draft, on this machine"
+            )
+    if rules["greedy"]["blocks"].get(best, {}).get("speed_up", 0) <= 1:
+        lines.append("  drafting is slower here (docs/drafts.md, where drafting does not pay)")
+    return best, lines

@@ -49,6 +49,7 @@ from kdjax.formats.imatrix import read_importance
 
 # The variables of this version, of earlier ones and of the reference system; the first set counts.
 WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTILL_TEACHER_BACKEND"
+TEXT = "python:jax,flax,optax,numpy"  # of commands that are given none
 _log = logging.getLogger("kdjax")
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from kdjax.commands.export import read_model
-from kdjax.commands.parsing import Parser, check_least, log_to_terminal, started
+from kdjax.commands.parsing import TEXT, Parser, check_least, log_to_terminal, started
 from kdjax.commands.plan import add_machine_flags, find_machine, print_plan, survey_headers
 from kdjax.config import SELF, Config, validate
 from kdjax.data.pipeline import TextSource, eval_batches
@@ -67,7 +67,6 @@ from kdjax.watch.run import distill
 
 _log = logging.getLogger("kdjax")
 
-TEXT = "python:jax,flax,optax,numpy"  # without --text
 _RECIPES = ("q2_k", "q3_k_m", "iq4_xs", "q4_k_m", "q6_k", "q8_0")  # that files are compared with
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?)B?")
 _FACTORS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}

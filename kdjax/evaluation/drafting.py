@@ -117,6 +117,27 @@ def choose_prompts(
     return [list(fitting[place]) for place in chosen]
 
 
+def begin_rows(rows: Rows, count: int) -> list[list[int]]:
+    """Ids of at most `count` beginnings, of the first documents of packed rows.
+
+    Of a conversation it is all before its first answer, of a text half of it or 128 ids. Raises
+    `UserError` for rows without any.
+    """
+    found = []
+    for tokens, segments, mask in zip(*rows, strict=True):
+        length = int(np.sum(segments == 1))
+        answers = np.flatnonzero(mask[:length])
+        most = min(PROMPT_TOKENS, length // 2)
+        end = int(answers[0]) if len(answers) and answers[0] > 1 else most
+        if end:
+            found.append(tokens[:end].tolist())
+        if len(found) == count:
+            break
+    if not found:
+        raise UserError("found no held-out row to judge the draft on; expected more text.")
+    return found
+
+
 def read_prompts(
     draft: Target | None, teacher: Target, domains: dict[str, str], *, count: int, new_tokens: int
 ) -> dict[str, list[list[int]]]:

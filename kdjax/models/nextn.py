@@ -52,7 +52,7 @@ def find_block(spec: ArchSpec, source: object, *, new: bool) -> ArchSpec:
         known = ", ".join(name for name, x in FAMILIES.items() if "drafts" in x.fields)
         raise UserError(
             f"{source}: found a {spec.family} model; expected one of {known}, whose files have a "
-            "block that drafts. Train a small model as the draft (docs/drafts.md)."
+            "block that drafts. Train a small model: kdjax draft --kind=small (docs/drafts.md)."
         )
     if not new and not spec.drafts:
         raise UserError(
