@@ -1,4 +1,4 @@
-"""A complete run of a pair: plan, checkpoints, held-out figures, receipt, report; then a file."""
+"""A complete run of a pair: plan, checkpoints, held-out figures, receipt; then a file."""
 
 from pathlib import Path
 

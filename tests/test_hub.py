@@ -542,7 +542,11 @@ def test_a_folder_is_uploaded_as_it_was_exported(fake, models, tmp_path):
 def test_what_cannot_be_uploaded_is_named(fake, models, tmp_path):
     file = models / "student.gguf"
     (tmp_path / "none").mkdir()
+    (tmp_path / "adapter").mkdir()
+    config = {"base_model_name_or_path": str(tmp_path / "base"), "r": 8}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     for path, repository, message in (
+        (tmp_path / "adapter", "me/x", "found the base .* a path of this machine; expected a rep"),
         (tmp_path / "none", "me/x", "none: found no config.json or adapter_config.json"),
         (tmp_path / "gone", "me/x", "gone: no such file or folder"),
         (file, "x", "hf:x: expected hf:ORG/REPO"),

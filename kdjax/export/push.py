@@ -1,5 +1,6 @@
 """Uploads an exported folder or file to the Hugging Face Hub, with its model card."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def push_to_hub(
                 f"{path}: found no config.json or adapter_config.json; expected a folder of "
                 "`kdjax export`, or a GGUF file. Export first."
             )
+        _check_base(path / "adapter_config.json")
         inside = (file for file in sorted(path.rglob("*")) if file.is_file())
         names = {file.relative_to(path).as_posix(): file for file in inside}
         shown = {name: file for name, file in names.items() if not name.startswith(".")}
@@ -51,6 +53,16 @@ def push_to_hub(
     card = _describe_file(path, receipt)
     files: dict[str, Path | bytes] = {path.name: path, CARD: card.encode()}
     return hub.upload(repository, files, private=private)
+
+
+def _check_base(config: Path) -> None:
+    """Refuses adapters whose base is a path of this machine, which nobody else has."""
+    base = json.loads(config.read_text())["base_model_name_or_path"] if config.exists() else ""
+    if base and Path(base).is_absolute():
+        raise UserError(
+            f"{config}: found the base {base!r}, a path of this machine; expected a repository of "
+            "the Hub. Put its ORG/REPO as base_model_name_or_path, from which PEFT loads the base."
+        )
 
 
 def _describe_file(path: Path, receipt: dict[str, Any]) -> str:
