@@ -61,10 +61,9 @@ def test_llama_cpp_counts_the_tokens_of_a_draft(tmp_path):
     for name, one in (("big", model), ("small", other)):
         files[name] = tmp_path / f"{name}.gguf"
         kdjax.export_gguf(one, files[name], dtype="f32")
-    (tmp_path / "t.txt").write_text(
-        "\n".join(f"def f{i}(x):\n    return x + {i}" for i in range(99))
-    )
-    flags = [str(files["big"]), f"--prompts={tmp_path / 't.txt'}", "--count=1", "--max-tokens=12"]
+    stories = (json.loads(line)["text"] for line in demo.HELD_OUT.read_text().splitlines())
+    (tmp_path / "t.txt").write_text("\n".join(stories))
+    flags = [str(files["big"]), f"--prompts={tmp_path / 't.txt'}", "--count=1", "--max-tokens=24"]
     found = {}
     for name in ("small", "big"):
         out, before = tmp_path / f"{name}.json", tmp_path / "small.json"

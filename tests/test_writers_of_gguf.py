@@ -120,7 +120,8 @@ def test_llama_cpp_adds_the_biases_that_it_reads(case, tokenizer, tmp_path):
     prompt = list(range(7, 19))
     (found,) = ask_llama_cpp(tmp_path / "a.gguf", [prompt])
     logits = np.asarray(made.logits(np.array([prompt])))[0, -1]
-    ids = sorted(i for i in found if i < len(logits) and found[i] > -20)
-    wanted = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-    assert len(ids) > 20
-    np.testing.assert_allclose([found[i] for i in ids], wanted[ids], atol=2e-3)
+    # llama.cpp's sum is over the rows beyond the last token, too, which kdjax leaves out.
+    heard = np.array([found[i] for i in range(len(logits))])
+    assert len(heard) > 20 and len(found) == spec.vocab_size
+    alike = heard - np.log(np.exp(heard).sum()), logits - jax.nn.logsumexp(logits)
+    np.testing.assert_allclose(*alike, atol=1e-2)  # gelu is a table of F16 there: 5e-3
