@@ -785,7 +785,9 @@ def test_what_was_finished_before_a_stop_is_kept_and_told(
     passed = sandbox.Outcome(sandbox.PASSED, "")
     monkeypatch.setattr(evaluate.passk, "_ask", ask)
     monkeypatch.setattr(evaluate.passk.sandbox, "run", lambda *_, **__: passed)
-    monkeypatch.setattr(evaluate.examine, "of_logits", lambda _: ([], {"ce": 9, "vocabulary": 9}))
+    monkeypatch.setattr(
+        evaluate.examine, "of_logits", lambda _: ([], {"ce": 9, "text": "x", "vocabulary": 9})
+    )
     monkeypatch.setattr(evaluate.examine, "of_answers", lambda _: ([], []))
     asked = f"--humaneval={humaneval(tmp_path)}", f"--mbpp={mbpp(tmp_path)}", f"--data={pair}/text"
     few = ("--seq-len=32", "--batch-size=1")
