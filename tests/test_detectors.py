@@ -587,6 +587,7 @@ def test_what_only_a_teacher_tells(monkeypatch, tmp_path, capsys, damage):
     from kdjax.commands import evaluate
 
     monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
+    monkeypatch.setattr(examine, "of_answers", lambda _: ([], []))  # most of the time
     rewritten(open_table(TEACHER), tmp_path / "x.gguf", "Q4_0", **DAMAGE.get(damage, {}))
     (tmp_path / "text.py").write_text(probes.TEXT * 4)
     flags = [f"--json={tmp_path / 'out.json'}", f"--data=code={tmp_path / 'text.py'}", "--rows=2"]
@@ -597,7 +598,7 @@ def test_what_only_a_teacher_tells(monkeypatch, tmp_path, capsys, damage):
     named = {f["detector"] for f in document["broken"]}
     assert ("far_from_teacher" in named) == (damage is not None), document["broken"]
     if damage:
-        assert named <= {"far_from_teacher", "repetition"} and 0.01 < document["bit_cost"] < 0.5
+        assert named == {"far_from_teacher"} and 0.01 < document["bit_cost"] < 0.5
         assert 1.8 < document["probe"]["ce"] < 3.5
     else:
         assert document["bit_cost"] is None and "not found broken" in printed
