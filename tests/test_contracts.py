@@ -382,7 +382,9 @@ def test_the_base_is_the_merge_base_the_last_tag_or_thirty_commits_ago(project, 
     for number in range(40):
         clone("commit", "-q", "--allow-empty", "-m", str(number))
     assert choose_base(project) == clone("rev-parse", "HEAD~30")
-    clone("tag", "v1", first), clone("tag", "v2")
+    clone("tag", "v0", first)
+    assert choose_base(project) == clone("rev-parse", "HEAD~30")  # nearer than the tag
+    clone("tag", "v1", "HEAD~7"), clone("tag", "v2")
     assert choose_base(project) == "v1"  # not the tag of what is compared
     clone("commit", "-q", "--allow-empty", "-m", "more")
     assert choose_base(project) == "v2"

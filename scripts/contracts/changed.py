@@ -12,7 +12,7 @@ from kdjax.errors import UserError
 from scripts.contracts.bind import Mutant, locate
 from scripts.contracts.contracts import FOLDER, MUTANTS, Claim, load_yaml
 
-_COMMITS = 30  # that a clone without tags goes back
+_COMMITS = 30  # that are compared at most on main: all are planted by hand before a tag
 
 
 def _git(root: Path, *words: str) -> str | None:
@@ -28,7 +28,7 @@ def _git(root: Path, *words: str) -> str | None:
 def choose_base(root: Path) -> str | None:
     """The commit that a change is compared with; None if the clone does not know an earlier one.
 
-    On a branch the merge base with `origin/main`, on main itself the last tag, and without tags 30
+    On a branch the merge base with `origin/main`; on main itself the last tag, but at most 30
     commits ago, or as far back as a shallow clone goes.
     """
     head = _git(root, "rev-parse", "HEAD")
@@ -38,7 +38,11 @@ def choose_base(root: Path) -> str | None:
     if merged and merged != head:
         return merged
     tag = _git(root, "describe", "--tags", "--abbrev=0", "HEAD^")
-    if tag:
+    if (
+        tag
+        and int(_git(root, "rev-list", "--first-parent", "--count", f"{tag}..HEAD") or 0)
+        <= _COMMITS
+    ):
         return tag
     known = (_git(root, "rev-list", "--first-parent", f"-{_COMMITS + 1}", "HEAD") or head).split()
     return known[-1] if len(known) > 1 else None
