@@ -552,6 +552,7 @@ def test_every_field_has_a_rule_or_is_free():
         "student.imatrix",
         "student.quantize",
         "student.lora.targets",
+        "loss.allow_few_shared",
         "data.heldout",
         "data.end_of_document",
         "data.fields",

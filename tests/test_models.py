@@ -438,7 +438,7 @@ YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64
         ),
         ({"rope_theta": 1, "rope_scaling": YARN}, "rotary parameters"),
         (LONGROPE, "rotary parameters"),
-        ({"head_dim": 2**33}, "rotary parameters"),
+        ({"head_dim": 70_000}, "rotary parameters"),
         (LONGROPE | {"original_max_position_embeddings": 1}, "rope_scaling"),
     ],
 )

@@ -23,7 +23,7 @@ from kdjax.training.judging import judge, split_text
 from kdjax.training.loop import train
 from kdjax.training.saving import Checkpoints
 from kdjax.watch import samples
-from kdjax.watch.guards import NonFiniteGuard, NoSignalGuard
+from kdjax.watch.guards import NonFiniteGuard, NoSignalGuard, SharedGuard
 from kdjax.watch.report.workdir import SAMPLES
 from kdjax.watch.run import make_hooks
 from kdjax.watch.samples import Samples, choose
@@ -155,7 +155,7 @@ def test_samples_are_made_if_wanted(hooks_of):
 def test_only_the_first_process_writes(hooks_of, monkeypatch, job, tmp_path):
     """The others compute their rows of the samples, without which the first would wait."""
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert hooks_of(2) == [NonFiniteGuard, NoSignalGuard, Samples]
+    assert hooks_of(2) == [NonFiniteGuard, NoSignalGuard, SharedGuard, Samples]
     hook = hook_for(job, tmp_path)
     hook._last, hook._samples = 1, []
     monkeypatch.setattr(hook, "_describe", lambda *_: [])

@@ -143,10 +143,11 @@ def _refuse_degenerate(teacher: Checkpoint, student: Checkpoint, *, allowed: boo
     )
 
 
-def share_vocabulary(student: Model, teacher: Model | None) -> Vocabulary:
+def share_vocabulary(student: Model, teacher: Model | None, asked: str = "auto") -> Vocabulary:
     """Finds the ids that two loaded models share, by their tokenizers if both have one.
 
-    Two tokenizers share a part of their ids. Without tokenizers their heads must have
+    `asked` is as for `choose_vocabulary`: two tokenizers may share a part of their ids. Without
+    tokenizers their heads must have
     equally many rows, else `UserError`.
     """
     tokenizer = student.tokenizer
@@ -155,7 +156,7 @@ def share_vocabulary(student: Model, teacher: Model | None) -> Vocabulary:
         return own_vocabulary(student.vocab_size, real)
     if tokenizer and teacher.tokenizer:
         sizes = student.vocab_size, teacher.vocab_size
-        return choose_vocabulary(*sizes, tokenizer, teacher.tokenizer)
+        return choose_vocabulary(*sizes, tokenizer, teacher.tokenizer, asked)
     if student.vocab_size != teacher.vocab_size:
         raise UserError(
             f"found heads of {student.vocab_size:,} rows (student) and {teacher.vocab_size:,} "

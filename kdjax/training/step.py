@@ -735,8 +735,9 @@ def make_step(
     form = choose_form(form, student)
     for model in () if allow_degenerate or form.learns(student.params) else models:
         refuse_same(model, student)
-    # All teachers share the student's vocabulary.
-    vocabulary, *_ = [share_vocabulary(student, model) for model in models or [None]]
+    # Several teachers share the student's vocabulary; only one may have another tokenizer.
+    asked = "same" if len(models) > 1 else "auto"
+    vocabulary, *_ = [share_vocabulary(student, model, asked) for model in models or [None]]
     return assemble_step(
         student,
         teacher,
