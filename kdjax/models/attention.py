@@ -100,11 +100,12 @@ def attend_runs(
     """
     batch, length, heads, width = q.shape
     # The i-th id of a run lies this number of positions before its last.
-    own = [
+    own_keys, own_values = (
         [jnp.roll(x, len(keys) - 1 - i, axis=1) for i, x in enumerate(xs)][1:]
         for xs in (keys, values)
-    ]
-    rows = q.reshape(batch, length, keys[0].shape[2], -1, width), *own, segment_ids
+    )
+    q_groups = q.reshape(batch, length, keys[0].shape[2], -1, width)
+    rows = q_groups, own_keys, own_values, segment_ids
     run = functools.partial(_run_block, k=keys[0], v=values[0], key_ids=segment_ids, scale=scale)
     block = min(QUERY_BLOCK, length)
     blocks = -(-length // block)
