@@ -120,8 +120,11 @@ def find_differing(
     if theirs.chat_template in (None, ours.chat_template):
         return
     settings = row_settings(config.data, ours)
-    mine = (d for d in documents(settings.find_files()[0], ours, settings.named) if d.content)
-    other = (d for d in documents(settings.find_files()[0], theirs, settings.named) if d.content)
+    files = settings.find_files()[0]
+    mine, other = (
+        (d for d in documents(files, tokenizer, settings.named) if d.content)
+        for tokenizer in (ours, theirs)
+    )
     try:
         for one, two in itertools.islice(zip(mine, other, strict=False), _COMPARED):
             if one.text != two.text:
