@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kdjax.losses.chunked import HeadSpec, add_sums, zero_unweighted
+from kdjax.losses.chunked import HeadSpec, add_sums, join_chunks, zero_unweighted
 from kdjax.losses.divergences import acceptance, kl_divergence, log_softmax
 from kdjax.losses.kd import cross_entropy
 from kdjax.losses.positions import scan_positions
@@ -151,8 +151,7 @@ def _read_teacher(teacher: SharedTeacher, ids: SharedIds, spec: HeadSpec) -> tup
     total, sums = scan_positions(
         read_chunk, start, states, teacher.labels, teacher.weights, spec=own
     )
-    length = teacher.labels.shape[1]
-    return total, sums.swapaxes(0, 1).reshape(sums.shape[1], -1)[:, :length]
+    return total, join_chunks(sums, teacher.labels.shape[1])
 
 
 def shared_evaluation(
