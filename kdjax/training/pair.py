@@ -147,8 +147,7 @@ def share_vocabulary(student: Model, teacher: Model | None, asked: str = "auto")
     """Finds the ids that two loaded models share, by their tokenizers if both have one.
 
     `asked` is as for `choose_vocabulary`: two tokenizers may share a part of their ids. Without
-    tokenizers their heads must have
-    equally many rows, else `UserError`.
+    tokenizers their heads must have equally many rows, else `UserError`.
     """
     tokenizer = student.tokenizer
     if teacher is None:
