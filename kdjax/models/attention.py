@@ -5,7 +5,7 @@ D head width.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -98,7 +98,7 @@ def attend_runs(
     `keys[i]` and `values[i]` belong to the i-th id of each position's run. A run sees the first ids
     of runs up to its start, and its later ids.
     """
-    batch, length, heads, width = q.shape
+    batch, length, _, width = q.shape
     # The i-th id of a run lies this number of positions before its last.
     own_keys, own_values = (
         [jnp.roll(x, len(keys) - 1 - i, axis=1) for i, x in enumerate(xs)][1:]
@@ -107,11 +107,20 @@ def attend_runs(
     q_groups = q.reshape(batch, length, keys[0].shape[2], -1, width)
     rows = q_groups, own_keys, own_values, segment_ids
     run = functools.partial(_run_block, k=keys[0], v=values[0], key_ids=segment_ids, scale=scale)
+    return _map_blocks(run, rows).reshape(q.shape)
+
+
+def _map_blocks(run: Callable[[Any, Array], Array], rows: Any) -> Array:
+    """`run(rows, start)` of blocks of queries, joined; each of `rows` has the shape `[B, T, ...]`.
+
+    The scores of a block are recomputed in the backward pass, never stored.
+    """
+    batch, length = jax.tree.leaves(rows)[0].shape[:2]
     block = min(QUERY_BLOCK, length)
     blocks = -(-length // block)
     starts = jnp.arange(blocks, dtype=jnp.int32) * block
     if blocks == 1:
-        return run(rows, starts[0]).reshape(q.shape)
+        return run(rows, starts[0])
     pad = blocks * block - length
 
     def cut(x: Array) -> Array:
@@ -120,7 +129,7 @@ def attend_runs(
 
     step = jax.checkpoint(run)
     out = jax.lax.map(lambda xs: step(*xs), (jax.tree.map(cut, rows), starts))
-    return out.swapaxes(0, 1).reshape(batch, -1, heads, width)[:, :length]
+    return out.swapaxes(0, 1).reshape(batch, -1, *out.shape[3:])[:, :length]
 
 
 def _run_block(
@@ -200,26 +209,12 @@ def attend_and_keep(
 def _blockwise(
     q: Array, k: Array, v: Array, segment_ids: Array, scale: float, seen: Reach
 ) -> Array:
-    batch, length, heads, width = q.shape
-    block = min(QUERY_BLOCK, length)
-    blocks = -(-length // block)
-    if blocks == 1:
-        return _query_block(q, segment_ids, jnp.int32(0), k, v, segment_ids, scale, seen)
-    pad = blocks * block - length
-    q_rows = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    q_rows = q_rows.reshape(batch, blocks, block, heads, width).swapaxes(0, 1)
-    ids = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(batch, blocks, block).swapaxes(0, 1)
-    starts = jnp.arange(blocks, dtype=jnp.int32) * block
-    # checkpoint: the scores of a block are recomputed in the backward pass, never stored.
     whole = dict(k=k, v=v, key_ids=segment_ids, scale=scale, seen=seen)
-    step = jax.checkpoint(functools.partial(_query_block, **whole))
-    out = jax.lax.map(lambda xs: step(*xs), (q_rows, ids, starts))
-    return out.swapaxes(0, 1).reshape(batch, blocks * block, heads, width)[:, :length]
+    return _map_blocks(functools.partial(_query_block, **whole), (q, segment_ids))
 
 
 def _query_block(
-    q: Array,
-    query_ids: Array,
+    rows: tuple[Array, Array],
     start: Array,
     k: Array,
     v: Array,
@@ -227,13 +222,14 @@ def _query_block(
     scale: float,
     seen: Reach,
 ) -> Array:
+    q, query_ids = rows
     batch, block, heads, width = q.shape
     kv_heads = k.shape[2]
     # Queries take the order of the scores, or XLA would copy scores and weights into another one.
     q = q.reshape(batch, block, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
     scores = jnp.einsum("BKGTD,BSKD->BKGTS", q, k, preferred_element_type=jnp.float32)
-    rows = start + jnp.arange(block, dtype=jnp.int32)
-    behind = rows[:, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
+    at = start + jnp.arange(block, dtype=jnp.int32)
+    behind = at[:, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
     mask = ((behind >= 0) & (behind < seen))[None] & (query_ids[:, :, None] == key_ids[:, None, :])
     # Not -inf: a padded query sees no key, and softmax of all -inf is NaN.
     scores = jnp.where(mask[:, None, None], scores * scale, EXCLUDED)
