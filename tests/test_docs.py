@@ -1,4 +1,4 @@
-"""Pages: their words, lines, links and measured figures, each in a record. Docstrings: first words."""
+"""Pages: words, lines, links and measured figures, each in a record. Docstrings: first words."""
 
 import re
 import subprocess
@@ -14,10 +14,8 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINKING = [*PAGES, *RECORDS.glob("*.md"), *(REPOSITORY / "contracts").glob("*.md")]
 LINKING += [REPOSITORY / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 WORDS, WIDTH = 1_200, 120  # of a page, of a line
-LONG = [
-    f"{name}.md" for name in "README cached_teacher commands drafts evaluation lora models".split()
-]
-LONG += [f"{name}.md" for name in "onpolicy robustness rounding troubleshooting".split()]
+LONG = ["README.md", "cached_teacher.md", "commands.md", "drafts.md", "evaluation.md", "lora.md"]
+LONG += ["models.md", "onpolicy.md", "robustness.md", "rounding.md", "troubleshooting.md"]
 
 # What is no measurement: settings and their limits, sizes by arithmetic, others' reports.
 SETTINGS = {
