@@ -640,7 +640,7 @@ def test_every_detector_has_a_broken_model_and_a_line_of_the_page():
     """Planted here or in scripts/checks/detectors.py; the page says when it speaks."""
     root = Path(__file__).parent.parent
     planted = Path(__file__).read_text() + (root / "scripts/checks/detectors.py").read_text()
-    page = (root / "docs/evaluation.md").read_text()
+    page = (root / "docs/health.md").read_text()
     hints = {name: getattr(x, "__annotations__", {}) for name, x in vars(detectors).items()}
     named = [name for name, of in hints.items() if of.get("return") == str | None]
     named = [name for name in named if not name.startswith("_")]

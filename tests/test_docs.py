@@ -14,7 +14,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINKING = [*PAGES, *RECORDS.glob("*.md"), *(REPOSITORY / "contracts").glob("*.md")]
 LINKING += [REPOSITORY / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 WORDS, WIDTH = 1_200, 120  # of a page, of a line
-LONG = ["README.md", "cached_teacher.md", "commands.md", "drafts.md", "evaluation.md", "lora.md"]
+LONG = ["README.md", "cached_teacher.md", "commands.md", "drafts.md", "lora.md"]
 LONG += ["models.md", "onpolicy.md", "robustness.md", "rounding.md", "troubleshooting.md"]
 
 # What is no measurement: settings and their limits, sizes by arithmetic, others' reports.
@@ -24,8 +24,7 @@ SETTINGS = {
     "cluster.md": ("within 12 seconds",),
     "commands.md": ("of 40 GB", "all but 2 GiB", "gets 90%", "is 15% above"),
     "dispatch.md": ("(1.5e-5)",),
-    "evaluation.md": (
-        "Defaults: 15 s",
+    "health.md": (
         "over 25%",
         "over 100 times",
         "200 times for",
@@ -35,8 +34,10 @@ SETTINGS = {
         "above 20% of",
         "by 0.03 nats",
         "1,024 and 5%",
-        "60% not ASCII",
+        "over 0.2 nats",
     ),
+    "passk.md": ("top-p 0.95", "tells 8 points"),
+    "sandbox.md": ("Defaults: 15 s",),
     "export.md": ("above 5 GB",),
     "models.md": ("below 1.2e-38",),
     "onpolicy.md": ("a 95% interval", "9 GB)"),

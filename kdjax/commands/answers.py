@@ -63,7 +63,7 @@ def _parser() -> Parser:
     add("--seconds", type=float, default=0.0, help="no request starts after that; 0: no limit")
     add("--batch-size", type=int, default=64, help="answers written at a time")
     add("--ended", action="store_true", help="for prompts: drop answers that --max-tokens cut off")
-    text = "for exercises: see docs/evaluation.md; default: instruct"
+    text = "for exercises: see docs/passk.md; default: instruct"
     add("--wording", choices=problems.CHATS, help=text)
     text = f"for exercises: seconds a program; default: {sandbox.DEFAULT.wall_seconds:g}"
     add("--timeout", type=float, help=text)

@@ -1,4 +1,4 @@
-"""Ways in which a model can be broken, each with its evidence; see docs/evaluation.md.
+"""Ways in which a model can be broken, each with its evidence; see docs/health.md.
 
 A detector takes plain numbers and returns its evidence, or None, so that each can be tested on a
 broken model. Thresholds lie far from both sides: docs/records/2026-11-21-detectors.md has the
