@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import kdjax
+
 REPOSITORY = Path(__file__).parents[1]
 RECORDS = REPOSITORY / "docs" / "records"
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -143,6 +145,21 @@ def test_links_lead_to_files_and_headings():
                 if not file.exists() or (anchor and anchor not in heading_anchors(file)):
                     broken.append(f"{page.relative_to(REPOSITORY)}: {target}")
     assert not broken, "\n".join(broken)
+
+
+def test_the_menu_of_the_site_has_every_page_once():
+    menu = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    found = re.findall(r"^ +- [^:]+: (\S+)$", menu, flags=re.M)
+    pages = [str(page.relative_to(REPOSITORY)) for page in PAGES]
+    other = ["ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+    other += [f"{folder}/README.md" for folder in ("contracts", "docs/records", "examples")]
+    assert sorted(found) == sorted([*pages, *other])
+
+
+def test_the_reference_has_every_public_name_once():
+    page = (REPOSITORY / "docs" / "api.md").read_text()
+    named = re.findall(r"^::: kdjax\.(\w+)$", page, flags=re.M)
+    assert sorted(named) == sorted(set(kdjax.__all__) - {"__version__"})
 
 
 @pytest.mark.parametrize("record", sorted(RECORDS.glob("2*.md")), ids=lambda record: record.stem)

@@ -371,8 +371,14 @@ def list_files(divergence: Divergence) -> dict[str, str]:
     return {divergence.source: divergence.sha256} if isinstance(divergence, FileDivergence) else {}
 
 
-forward_kl, reverse_kl = ForwardKL(), ReverseKL()
-jensen_shannon, total_variation = JensenShannon(), TotalVariation()
+forward_kl = ForwardKL()
+"""KL(teacher || student), the value of `ForwardKL`."""
+reverse_kl = ReverseKL()
+"""KL(student || teacher), the value of `ReverseKL`."""
+jensen_shannon = JensenShannon()
+"""The Jensen-Shannon divergence, the value of `JensenShannon` at beta 1/2."""
+total_variation = TotalVariation()
+"""Half the sum of |teacher - student|, the value of `TotalVariation`."""
 
 # By the names of `config.DIVERGENCES`.
 _CLASSES: dict[str, type[Divergence]] = {
