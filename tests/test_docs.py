@@ -16,15 +16,14 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINKING = [*PAGES, *RECORDS.glob("*.md"), *(REPOSITORY / "contracts").glob("*.md")]
 LINKING += [REPOSITORY / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 WORDS, WIDTH = 1_200, 120  # of a page, of a line
-LONG = ["README.md", "cached_teacher.md", "commands.md", "drafts.md", "lora.md"]
-LONG += ["models.md", "onpolicy.md", "robustness.md", "rounding.md", "troubleshooting.md"]
+LONG = ["README.md", "cached_teacher.md", "drafts.md", "lora.md"]
+LONG += ["models.md", "onpolicy.md", "robustness.md", "rounding.md"]
 
 # What is no measurement: settings and their limits, sizes by arithmetic, others' reports.
 SETTINGS = {
     "cleanup.md": ("at most 34 MB",),
     "cached_teacher.md": ("12 = 332", "a billion positions | 332 GB", "shard is 512 MB"),
     "cluster.md": ("within 12 seconds",),
-    "commands.md": ("of 40 GB", "all but 2 GiB", "gets 90%", "is 15% above"),
     "dispatch.md": ("(1.5e-5)",),
     "health.md": (
         "over 25%",
@@ -43,11 +42,11 @@ SETTINGS = {
     "export.md": ("above 5 GB",),
     "models.md": ("below 1.2e-38",),
     "onpolicy.md": ("a 95% interval", "9 GB)"),
-    "robustness.md": ("tmpfs of 64 MB", "below 1e-3 nats", "above 98%"),
-    "settings.md": ("than 200 kB", "34 MB of each file"),
-    "troubleshooting.md": (
-        "below 1e-3 nats",
-        "above 98%",
+    "plan.md": (
+        "of 40 GB",
+        "all but 2 GiB",
+        "gets 90%",
+        "adds 15%",
         "| 90%:",
         "| 85%:",
         "8 GiB and a tenth, 10 to 75%; 4 GiB",
@@ -55,6 +54,9 @@ SETTINGS = {
         "take 75%",
         "of 128 GB failed near 30 GB",
     ),
+    "robustness.md": ("tmpfs of 64 MB", "below 1e-3 nats", "above 98%"),
+    "settings.md": ("than 200 kB", "34 MB of each file"),
+    "troubleshooting.md": ("below 1e-3 nats", "above 98%"),
 }
 
 PACKAGES = "jax|Python|PyTorch|[Tt]orch|[Tt]ransformers|xllamacpp|TRL|Axolotl"
