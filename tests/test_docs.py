@@ -158,6 +158,19 @@ def test_the_menu_of_the_site_has_every_page_once():
     assert sorted(found) == sorted([*pages, *other])
 
 
+def test_lists_are_lists_on_the_site():
+    """Python-Markdown needs an empty line before a list, and four spaces before an inner item."""
+    item = r"(?:[-*+]|\d+\.) "
+    unseen = re.compile(rf"^(?!{item}|[\s|]).+\n{item}.*|^ {{1,3}}{item}.*", flags=re.M)
+    found = [
+        f"{page.name}: {match[0]}"
+        for page in LINKING
+        for _, text in sections(page)
+        for match in unseen.finditer(text)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_the_reference_has_every_public_name_once():
     page = (REPOSITORY / "docs" / "api.md").read_text()
     named = re.findall(r"^::: kdjax\.(\w+)$", page, flags=re.M)
