@@ -11,7 +11,7 @@ rates end farther away: docs/records/2026-11-22-1p5b-run-to-use.md.
 `:lora` trains adapters of rank 64 at 1e-4 in place of the student: what solves most. In 250 s, 899
 steps of an H100 or 996 of an H200, three seeds gained 5.1 points of HumanEval (0.8 to 9.6) and 2.1
 of MBPP (0.1 to 4.1) as means over three wordings: docs/records/2026-11-26-rank64-seeds-h100.md.
-As it stands, 1,143 steps or 287 s of an H200, seed 1 gained 4.7 and 1.9, and docs/lora.md#files
+As it stands, 1,143 steps or 287 s of an H200, seed 1 gained 4.7 and 1.9, and docs/lora_files.md
 makes its Q4_K_M file without loss: docs/records/2026-11-26-rank64-file-h200.md.
 """
 
