@@ -77,8 +77,8 @@ class Drafted(NamedTuple):
 class Completion(NamedTuple):
     """Continuation of a prompt; stop ids and stop strings are left out."""
 
-    ids: list[int]
-    text: str
+    ids: list[int]  # without the prompt's
+    text: str  # the ids, decoded
     reason: str  # "stop" or "length"
     log_probs: list[float]  # of each id, nats, under the model at temperature 1
     drafted: Drafted | None = None  # with a draft model

@@ -332,9 +332,15 @@ def load(
 
     `hf:ORG/REPO[/FILE]` is on the Hugging Face Hub, and downloaded if it is not in the cache.
 
-    `weights`, `dtype` and `compute_dtype` are as in `load_model`. Rows of a batch are split
-    over `devices` (default: only the first); parameters are on each. Raises `UserError` for a path
-    that is missing, damaged or of an unknown architecture.
+    `weights="dense"` stores every tensor as numbers of `dtype`. "packed" stores matrices in the
+    file's blocks, decoded a layer at a time to the numbers of "dense", bit for bit. "float8" stores
+    matrices as float8_e4m3fn with a float32 scale for each row, for float8 products. Embeddings,
+    norms and biases have `dtype`, activations `compute_dtype` (default: `dtype`).
+
+    Rows of a batch are split over `devices` (default: only the first); parameters are on each.
+    `tokenizer` is another file or folder to take it from. `max_segments` bounds the segments of a
+    row. Raises `UserError` for a path that is missing, damaged or of an unknown architecture, for
+    another form of weights, and for float8 on a GPU without it.
 
     A folder that PEFT saved loads as its base, at `base` or the path in the folder, with the
     adapter; so does a run that trained an adapter.
@@ -374,12 +380,8 @@ def load_model(
 ) -> Model:
     """Reads the weights onto the placement's mesh.
 
-    `weights="dense"` stores every tensor as numbers of `dtype`. "packed" stores matrices in the
-    file's blocks, decoded a layer at a time to the numbers of "dense", bit for bit. "float8" stores
-    matrices as float8_e4m3fn with a float32 scale for each row, for float8 products. Embeddings,
-    norms and biases have `dtype`, activations `compute_dtype` (default: `dtype`).
-    `max_segments` bounds the segments of a row.
-    Raises `UserError` for another kind, for float8 on a GPU without it, and for a damaged file.
+    Takes the arguments of `load`. Raises `UserError` for another form of weights, for float8 on
+    a GPU without it, and for a damaged file.
     """
     _check_form(weights, dtype=dtype, compute_dtype=compute_dtype or dtype)
     if checkpoint.adapters is not None:
