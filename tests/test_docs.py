@@ -17,7 +17,7 @@ LINKING = [*PAGES, *RECORDS.glob("*.md"), *(REPOSITORY / "contracts").glob("*.md
 LINKING += [REPOSITORY / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 WORDS, WIDTH = 1_200, 120  # of a page, of a line
 LONG = ["README.md", "cached_teacher.md", "drafts.md"]
-LONG += ["robustness.md", "rounding.md"]
+LONG += ["rounding.md"]
 
 # What is no measurement: settings and their limits, sizes by arithmetic, others' reports.
 SETTINGS = {
@@ -54,7 +54,7 @@ SETTINGS = {
         "take 75%",
         "of 128 GB failed near 30 GB",
     ),
-    "robustness.md": ("tmpfs of 64 MB", "below 1e-3 nats", "above 98%"),
+    "untrusted.md": ("below 1e-3 nats", "above 98%"),
     "settings.md": ("than 200 kB", "34 MB of each file"),
     "troubleshooting.md": ("below 1e-3 nats", "above 98%"),
 }
