@@ -18,7 +18,7 @@ _LINK = re.compile(r"\]\(([^)\s#:]+)[^)]*\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Returns the theme's own files, and those of the repository in place of those of docs/."""
     own = [file for file in files if file.src_dir != config.docs_dir]
-    paths = sorted(_find_linked([ROOT / "README.md", *Path(config.docs_dir).rglob("*.*")]))
+    paths = sorted(_find_linked([ROOT / "README.md", *Path(config.docs_dir).rglob("[!.]*.*")]))
     where = (str(ROOT), config.site_dir, config.use_directory_urls)
     return Files([*own, *(File(str(path.relative_to(ROOT)), *where) for path in paths)])
 
