@@ -16,7 +16,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINKING = [*PAGES, *RECORDS.glob("*.md"), *(REPOSITORY / "contracts").glob("*.md")]
 LINKING += [REPOSITORY / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 WORDS, WIDTH = 1_200, 120  # of a page, of a line
-LONG = ["README.md", "cached_teacher.md", "drafts.md"]
+LONG = ["README.md", "cached_teacher.md"]
 LONG += ["rounding.md"]
 
 # What is no measurement: settings and their limits, sizes by arithmetic, others' reports.

@@ -301,5 +301,5 @@ def _judge(run: RunCommand, checkpoint: Checkpoint, file: Path) -> tuple[int, li
                 "the speed without a draft, on this machine"
             )
     if rules["greedy"]["blocks"].get(best, {}).get("speed_up", 0) <= 1:
-        lines.append("  drafting is slower here (docs/drafts.md, where drafting does not pay)")
+        lines.append("  drafting is slower here (docs/acceptance.md)")
     return best, lines
