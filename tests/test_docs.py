@@ -16,8 +16,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINKING = [*PAGES, *RECORDS.glob("*.md"), *(REPOSITORY / "contracts").glob("*.md")]
 LINKING += [REPOSITORY / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 WORDS, WIDTH = 1_200, 120  # of a page, of a line
-LONG = ["README.md", "cached_teacher.md"]
-LONG += ["rounding.md"]
+LONG = ["README.md"]
 
 # What is no measurement: settings and their limits, sizes by arithmetic, others' reports.
 SETTINGS = {
