@@ -60,14 +60,20 @@ def _ask(python: str, program: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def find_uv() -> str:
+    """Returns uv beside this Python, or of the PATH; raises `UserError` without one."""
+    uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.defpath]))
+    if (uv := uv or shutil.which("uv")) is None:
+        raise UserError("found no uv, which makes environments. pip install uv.")
+    return uv
+
+
 def install(python: str, folder: Path, lowest: bool) -> None:
     """Makes an environment in `folder` with the tests' packages, the lowest allowed or the newest.
 
     Raises `UserError` without uv, or with what it says of packages that do not go together.
     """
-    uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.defpath]))
-    if (uv := uv or shutil.which("uv")) is None:
-        raise UserError("found no uv, which installs by either bound. pip install uv.")
+    uv = find_uv()
     shutil.rmtree(folder, ignore_errors=True)
     which = ("--resolution", "lowest-direct") if lowest else ("--upgrade",)
     target = ("--python", str(folder / "bin" / "python"))
