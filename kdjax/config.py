@@ -922,22 +922,3 @@ def validate(config: Config) -> None:
 
 def _refusal(problems: Sequence[str]) -> str:
     return "the config cannot run:\n  " + "\n  ".join(problems)
-
-
-def tiny(config: Config) -> Config:
-    """Shrinks any config to one that runs on a laptop in a minute, with all of its parts.
-
-    Its models are random ones of scripts/bench/random_gguf.py; they learn nothing useful.
-    """
-    config.teacher.path = "runs/tiny/teacher.gguf"
-    config.student.path = "runs/tiny/student.gguf"
-    config.data.train, config.data.heldout = "kdjax,tests", ""
-    config.data.heldout_fraction = 0.2
-    config.data.seq_len, config.data.cache_dir = 64, "runs/tiny/rows"
-    config.loss.chunk_tokens = 128
-    config.optim.learning_rate, config.optim.warmup_steps = 1e-3, 2
-    config.train.steps, config.train.batch_size, config.train.microbatches = 20, 8, 2
-    config.train.compute_dtype = "float32"
-    config.eval.every, config.eval.rows = 10, 8
-    config.checkpoint.every, config.log.every = 10, 1
-    return config

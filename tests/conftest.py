@@ -293,7 +293,8 @@ def steps_stay():
 
 def make_tiny_config(models, folder):
     """`tiny_config` for fixtures of a wider scope; text and caches under `folder`."""
-    from kdjax.config import Config, tiny
+    from kdjax.config import Config
+    from kdjax.recipes import tiny
     from scripts.bench.synthetic import write_tiny_text
 
     text = folder / "text"

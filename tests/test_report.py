@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from kdjax.commands.report import main
-from kdjax.config import Config, tiny
+from kdjax.config import Config
 from kdjax.data.rollouts import FOLDER, round_path, write_round
 from kdjax.data.rows import Rows
 from kdjax.errors import UserError
+from kdjax.recipes import tiny
 from kdjax.training.hooks import Run
 from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.report import ReportPage, page

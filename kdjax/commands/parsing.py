@@ -17,7 +17,7 @@ from absl import flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
-from kdjax import hub
+from kdjax import hub, recipes
 from kdjax.config import (
     CONFLICTS,
     SELF,
@@ -175,9 +175,9 @@ def shipped() -> dict[str, Path]:
 def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
     """Reads the config of `FILE[:KIND]` or `NAME[:KIND]`; returns it with its name.
 
-    Returns also the file's `DOWNLOADS` and `SUITS_CPU`. Raises `MissingFileError` for a name that
-    is neither a file nor a shipped config, `UserError` for a file that fails or returns no
-    `Config`.
+    Returns also what makes files, by path (`DOWNLOADS`), and `SUITS_CPU`. Raises
+    `MissingFileError` for a name that is neither a file nor a shipped config, `UserError` for a
+    file that fails or returns no `Config`.
     """
     file, colon, kind = text.rpartition(":")
     if not colon or Path(text).is_file():
@@ -207,7 +207,8 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
     if not isinstance(config, Config):
         raise UserError(f"{path}: get_config() returned {config!r}; expected a kdjax Config.")
     name = f"{path.stem}-{kind}" if kind else path.stem
-    return config, name, module.get("DOWNLOADS", {}), module.get("SUITS_CPU", False)
+    downloads = recipes.DOWNLOADS | module.get("DOWNLOADS", {})
+    return config, name, downloads, module.get("SUITS_CPU", False)
 
 
 def override(config: Config, argv: Sequence[str], parser: Parser) -> Config:

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from kdjax.commands.parsing import log_to_terminal
-from kdjax.config import Config, tiny
+from kdjax.config import Config
 from kdjax.data import teacher_cache
 from kdjax.errors import (
     BAD_INPUT,
@@ -47,6 +47,7 @@ from kdjax.evaluation.sandbox import BUBBLEWRAP
 from kdjax.formats import open_table
 from kdjax.formats.saved import CHECKPOINTS, CHECKSUMS, find_damage, saved_steps, step_folder
 from kdjax.models.checkpoint import open_checkpoint
+from kdjax.recipes import tiny
 from kdjax.training.caching import cache_teacher
 from kdjax.training.hooks import Hook
 from kdjax.training.inputs import prepare

@@ -15,7 +15,8 @@ from pathlib import Path
 from scripts.bench.synthetic import write_tiny_pair, write_tiny_text
 
 _CONFIG = """\
-from kdjax.config import Config, tiny
+from kdjax.config import Config
+from kdjax.recipes import tiny
 
 
 def get_config():
