@@ -1,14 +1,17 @@
 """Every program of examples/ on the demo's models, with few steps; each is short and listed."""
 
+import json
 import runpy
 from pathlib import Path
 
 import pytest
+from exporting import needs_llama_cpp
 
 import kdjax
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = {  # by name: the files that it leaves
+    "draft_for_server": ("draft.gguf",),
     "distil_pair": ("receipt.json", "student-q8_0.gguf"),
     "lora_on_packed": ("adapter/adapter_config.json", "adapter.gguf"),
     "own_divergence": (),
@@ -37,7 +40,27 @@ def test_a_program_trains_and_leaves_its_files(name, tmp_path, capsys, monkeypat
     shown = dict(line.split(": ") for line in lines if line.count(": ") == 1)
     if name.startswith("own") or name == "lora_on_packed":
         assert 0 < float(shown["after"]) < float(shown["before"])
+    if name == "draft_for_server":
+        assert 0 < float(shown["before"]) < float(shown["after"]) < 4
     if name == "smaller_file":
         assert 0 < float(shown["trained"]) < float(shown["rounded"])
         small = kdjax.load(tmp_path / "out" / PROGRAMS[name][0], weights="packed")
         assert small.generate("Once", max_tokens=1)[0].ids
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+def test_the_notebook_runs_to_the_text_of_llama_cpp(tmp_path):
+    """Each evaluation is better than the one before; llama.cpp writes what kdjax does."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(EXAMPLES / "demo.ipynb", as_version=4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
+    lines = [*map(json.loads, (tmp_path / "runs/notebook/metrics.jsonl").open())]
+    kls = [line["eval/kl"] for line in lines if "eval/kl" in line]
+    assert len(kls) > 3 and kls == sorted(kls, reverse=True) and kls[-1] < 0.7 * kls[0]
+    (output,) = notebook.cells[-1].outputs
+    theirs, ours = output["text"].strip().splitlines()[-2:]
+    theirs, ours = theirs.removeprefix("llama.cpp:").strip(), ours.removeprefix("kdjax:").strip()
+    assert len(ours) > 60 and theirs[:40] == ours[:40]
+    assert "image/png" in str(notebook.cells) and "rgba(0,150,80" in str(notebook.cells)
