@@ -1,4 +1,4 @@
-"""What shipped configs share: the published pair, its small double, the check of a kind."""
+"""Parts that shipped configs share: the published pair, its small double, the check of a kind."""
 
 from kdjax.config import Config
 from kdjax.errors import UserError

@@ -1,4 +1,4 @@
-"""What a release holds: built, checked, installed on clean Pythons, the demo run from there.
+"""Builds a release, checks it, installs it on clean Pythons and runs the demo from there.
 
     python -m pip install -e '.[dev,release]'
     python -m scripts.checks.release --out=dist --json=FILE     # about 5 minutes a row on two cores
