@@ -4,7 +4,7 @@
 
 `:lora`, adapters of rank 64 at 1e-4, solves most: 250 s of an H100, three seeds, three wordings:
 HumanEval +5.1 points (0.8 to 9.6), MBPP +2.1 (0.1 to 4.1)
-(docs/records/2026-11-26-rank64-seeds-h100.md; docs/lora_files.md). The entire student, 6 minutes of an
+(docs/records/2026-11-26-rank64-seeds-h100.md; docs/lora.md). The entire student, 6 minutes of an
 H200: held-out KL 0.341 to 0.235 (docs/records/2026-11-22-1p5b-run-to-use.md). `:tiny`: a double on
 random models.
 """

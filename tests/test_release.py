@@ -1,4 +1,4 @@
-"""What a release is tried with: rows that fail, an old folder, the repository out of reach."""
+"""The trial of a release: rows that fail, an old folder, the repository out of reach."""
 
 import json
 import sys
