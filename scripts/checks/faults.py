@@ -494,9 +494,9 @@ def try_sandbox(_: Bench, short: bool) -> Iterator[Row]:
         forgers, ways = forgers[:3], ways[:3]
     ends = {name: attacks.try_forger(attacks.FORGERS[name], BUBBLEWRAP) for name in forgers}
     passed = [f"{name} passed" for name, end in ends.items() if end.passed]
-    yield Row("a program that forges its verdict, behind bubblewrap", len(ends), "fails", passed)
+    yield Row("a program that forges its verdict, within bubblewrap", len(ends), "fails", passed)
     reached = [f"{name} got through" for name in ways if attacks.attack(name, BUBBLEWRAP)[0]]
-    yield Row("a program that wants out, behind bubblewrap", len(ways), "held", reached)
+    yield Row("a program that tries to get out of bubblewrap", len(ways), "held", reached)
 
 
 TRIALS = {
