@@ -145,6 +145,21 @@ def test_links_lead_to_files_and_headings():
     assert not broken, "\n".join(broken)
 
 
+def test_pages_that_code_names_exist():
+    """Errors, help texts and docstrings send a user there."""
+    folders = ("kdjax", "configs", "scripts", "examples", "contracts")
+    files = [
+        p for f in folders for p in (REPOSITORY / f).rglob("*") if p.suffix in (".py", ".yaml")
+    ]
+    named = {
+        (str(path.relative_to(REPOSITORY)), page)
+        for path in files
+        for page in re.findall(r"(?<![\w/])docs/\w+\.md", path.read_text())
+    }
+    assert len(named) > 10
+    assert not [(path, page) for path, page in named if not (REPOSITORY / page).exists()]
+
+
 def test_the_menu_of_the_site_has_every_page_once():
     menu = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:")[2]
     found = re.findall(r"^ +- [^:]+: (\S+)$", menu, flags=re.M)
