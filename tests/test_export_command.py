@@ -58,6 +58,7 @@ def workdir(student, tmp_path_factory):
         "teacher": {"files": ["/models/big.gguf"], "sha256": "aa" * 32},
         "held_out": {"first": figures | {"step": 0, "kl": 0.5}, "final": figures},
         "exit": {"reason": "finished", "status": 0},
+        "command": "kdjax train --config=mine.py --workdir=/home/me/runs/a",
     }
     (folder / "receipt.json").write_text(json.dumps(receipt))
     return folder
@@ -86,6 +87,7 @@ def test_the_command_exports_the_newest_step(workdir, student, tmp_path, capsys)
         "| 0.5 | 0.125 |",
         '"loss.alpha": 0.25',
         "status 0",
+        "kdjax train --config=mine.py --workdir=a\n",
         "## Not known",
     ):
         assert words in readme

@@ -7,8 +7,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -106,6 +108,7 @@ def test_a_finished_run_records_everything(finished):
     assert found["status"] == "finished"
     assert found["exit"] == dict(reason="finished", error=None, message=None, status=0)
     assert found["kdjax"]["version"] == __version__
+    assert shlex.split(found["command"])[1:] == sys.orig_argv[1:]
     assert found["config"] == json.loads(json.dumps(dataclasses.asdict(config)))
     text = json.dumps(found["config"], sort_keys=True, separators=(",", ":"))
     assert found["config_sha256"] == hashlib.sha256(text.encode()).hexdigest()

@@ -70,6 +70,8 @@ def model_card(
         lines += ["", f"The run ended: {end.get('reason')}, exit status {end.get('status')}."]
     elif receipt:
         unknown.append("How the run ended: its receipt was not closed when this was exported.")
+    if command := receipt.get("command"):
+        lines += ["", "## Command", "", "```bash", str(command), "```"]
     if settings := flatten(receipt.get("config") or {}) or identity:
         text = json.dumps(dict(settings), indent=1, sort_keys=True, default=str)
         lines += ["", "## Settings", "", "```json", text, "```"]

@@ -14,6 +14,8 @@ import logging
 import math
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,7 @@ def _describe_inputs(run: Run, job: Job, rows: Path) -> dict[str, Any]:
         "unhashed_python": job.user_code.describe(job.step.abstract),
         "seed": job.config.train.seed,
         "cwd": os.getcwd(),  # relative paths of the config start here
+        "command": shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
         **files,
         "two_tokenizers": job.pair.vocabulary.record or None,
         # Bytes on each device, as planned.
