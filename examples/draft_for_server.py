@@ -31,6 +31,7 @@ def main(out: str = "runs/draft", steps: int = 60) -> None:
     draft = kdjax.load(demo.STUDENT, dtype="float32")
     tokenizer = served.tokenizer
     texts = [json.loads(line)["text"] for line in demo.STORIES.open()]
+    assert tokenizer is not None
     prompts = [tokenizer.encode(text)[:12] for text in texts[: 4 * steps]]
     written = served.generate(prompts, temperature=1.0, max_tokens=112, batch_size=64)
     batches = make_batches([p + a.ids for p, a in zip(prompts, written, strict=True)], tokenizer)
