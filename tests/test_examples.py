@@ -41,7 +41,7 @@ def test_a_program_trains_and_leaves_its_files(name, tmp_path, capsys, monkeypat
     if name.startswith("own") or name == "lora_on_packed":
         assert 0 < float(shown["after"]) < float(shown["before"])
     if name == "draft_for_server":
-        assert 0 < float(shown["before"]) < float(shown["after"]) < 4
+        assert 0 < float(shown["before"]) < float(shown["after"]) < 1
     if name == "smaller_file":
         assert 0 < float(shown["trained"]) < float(shown["rounded"])
         small = kdjax.load(tmp_path / "out" / PROGRAMS[name][0], weights="packed")
