@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kdjax import demo
 from kdjax.config import Config
-from kdjax.errors import UserError
+from kdjax.recipes import check_kind
 
 SUITS_CPU = True  # a GPU that JAX does not use is said, and no error
 
@@ -45,9 +45,7 @@ KINDS = {
 
 def get_config(kind: str = "") -> Config:
     """The run of a kind of `KINDS`."""
-    if kind not in KINDS:
-        expected = ", ".join(f"{name!r}" for name in KINDS if name)
-        raise UserError(f"configs/demo.py:{kind}: no such kind; expected one of {expected}.")
+    check_kind("demo", kind, *filter(None, KINDS))
     chosen = KINDS[kind]
     config = Config()
     config.teacher.path, config.teacher.param_dtype = str(demo.TEACHER), "float32"
