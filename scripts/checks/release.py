@@ -75,6 +75,21 @@ def try_file(file: Path, python: str, folder: Path, steps: int | None) -> dict[s
     return dict(version=version, demo_seconds=seconds, text=text.strip())
 
 
+def try_row(file: Path, version: str, scratch: Path, steps: int | None) -> dict[str, Any]:
+    """Tries a file by a Python, if there is one; the row says what came of it."""
+    row: dict[str, Any] = dict(file=file.name, bytes=file.stat().st_size, python=version)
+    if (python := find_python(version)) is None:
+        return row | dict(untried=f"no Python {version}")
+    folder = scratch / f"{version}-{file.suffix}"
+    folder.mkdir()
+    try:
+        return row | try_file(file, python, folder, steps)
+    except UserError as error:
+        return row | dict(failed=str(error))
+    finally:
+        shutil.rmtree(folder)
+
+
 @reporting
 def main(argv: list[str] | None = None) -> int:
     """Builds and tries all rows; returns the exit status."""
@@ -92,26 +107,12 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{args.out} is not empty. Give a new folder by --out.")
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for file in build(args.out, Path(scratch)):
-            for version in args.only:
-                row: dict[str, Any] = dict(
-                    file=file.name, bytes=file.stat().st_size, python=version
-                )
-                folder = Path(scratch, f"{version}-{file.suffix}")
-                folder.mkdir()
-                python = find_python(version)
-                try:
-                    if python is None:
-                        row["untried"] = f"no Python {version}"
-                    else:
-                        row |= try_file(file, python, folder, args.steps)
-                except UserError as error:
-                    row["failed"] = str(error)
-                shutil.rmtree(folder)
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-                if args.json:
-                    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        files = build(args.out, Path(scratch))
+        for file, version in [(file, version) for file in files for version in args.only]:
+            rows.append(try_row(file, version, Path(scratch), args.steps))
+            print(json.dumps(rows[-1]), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return int(any("failed" in row for row in rows))
 
 
