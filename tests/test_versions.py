@@ -56,6 +56,15 @@ def test_what_jax_deprecates_is_an_error_wherever_it_comes_from(tmp_path, monkey
         assert f"test_it[a is deprecated-{module}]" in done.stdout
 
 
+def test_what_ci_runs_of_the_core_tests_is_of_each_file():
+    nodes = versions.list_surface()
+    assert {node.partition("::")[0] for node in nodes} == {
+        f"tests/test_{name}.py" for name in versions._CORE.split()
+    }
+    for file, _, test in (node.partition("::") for node in nodes):
+        assert f"\ndef {test or 'test_'}" in (Path(__file__).parents[1] / file).read_text()
+
+
 def test_rows_are_read_from_what_pytest_wrote_and_shown(tmp_path, monkeypatch):
     results = tmp_path / "3.12.xml"
 
