@@ -62,7 +62,6 @@ def errors(found, wanted, exact):
 @pytest.mark.parametrize(
     ("length", "groups", "repeats", "keys", "width"),
     [
-        (150, 2, 1, 16, 32),
         (130, 1, 3, 32, 16),
         (301, 2, 2, 128, 128),
     ],

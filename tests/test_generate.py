@@ -26,6 +26,8 @@ from kdjax.models.kernels import softmax
 from kdjax.models.model import load
 from kdjax.models.shards import Spread
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 GOLDENS = Path(__file__).parent / "goldens"
 
 

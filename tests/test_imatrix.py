@@ -22,6 +22,8 @@ from kdjax.formats.imatrix import read_importance, write_importance
 from kdjax.models import decoder, weights
 from kdjax.models.importance import sum_squares
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def test_sums_of_squares_are_those_of_what_each_matrix_is_multiplied_with(models, tmp_path):
     """Beside a forward pass whose products are listened to; the file is read by gguf-py."""

@@ -164,6 +164,7 @@ def test_a_student_module_of_ones_own(run):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("run", [4], indirect=True)
 def test_a_run_of_ones_own_python_is_resumed(run, tmp_path, tiny_config):
     """Stopped at a save and gone on with, the run draws each batch once and ends the same."""
     tiny_config.train.steps, tiny_config.eval.samples = 4, 0

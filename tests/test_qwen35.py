@@ -367,6 +367,7 @@ def test_a_pair_trains_and_resumes_bit_for_bit(run):
 
 @needs_llama_cpp
 @pytest.mark.slow
+@pytest.mark.parametrize("run", [EXPERTS], ids=["experts"], indirect=True)  # a minute of training
 def test_llama_cpp_writes_what_the_trained_student_writes(run, tmp_path):
     _, folder, _, job = run
     start = kdjax.load(folder / "student.gguf", dtype="float32")
