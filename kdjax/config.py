@@ -203,13 +203,16 @@ class MeshConfig:
     tensor: int = 1  # heads, hidden units, vocabulary
 
 
+TRACKERS = "wandb", "trackio", "mlflow"
+
+
 @dataclasses.dataclass
 class LogConfig:
     """Logs of a run; `metrics.jsonl` is always written."""
 
     every: int = 10  # steps between plain log lines
     tensorboard: bool = True  # writes tensorboard/ too
-    wandb_project: str = ""  # sends to Weights & Biases; needs kdjax[wandb]
+    tracker: str = ""  # also sends to wandb:PROJECT, trackio:PROJECT or mlflow:EXPERIMENT
 
 
 @dataclasses.dataclass
@@ -274,6 +277,7 @@ REMOVED: dict[str, Removed] = {
     "rollout.hints": Removed(False, *_HINTS),
     "rollout.hint_tokens": Removed(0, *_HINTS),
     "rollout.gap_exercises": Removed(64, *_HINTS),
+    "log.wandb_project": Removed("", "set log.tracker=wandb:PROJECT", "", free=True),
     "rollout.rounds": Removed(
         0,
         "write text with `kdjax answers MODEL --prompts=FILES --out=FILE` and train on it "
@@ -656,6 +660,10 @@ _RULES: dict[str, _Rule] = {
     "mesh.fsdp": ((lambda v: v >= 0), "0 or more"),
     "mesh.tensor": _POSITIVE,
     "log.every": _POSITIVE,
+    "log.tracker": (
+        (lambda v: not v or (v.partition(":")[0] in TRACKERS and bool(v.partition(":")[2]))),
+        f"{', '.join(f'{name}:PROJECT' for name in TRACKERS)}, or empty",
+    ),
     "smoke.steps": _NON_NEGATIVE,
 }
 

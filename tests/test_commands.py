@@ -565,7 +565,6 @@ def test_every_field_has_a_rule_or_is_free():
         "optim.trainable",
         "train.seed",
         "log.tensorboard",
-        "log.wandb_project",
     }
     assert set(flatten(Config())) == free | set(config_module._RULES)
 

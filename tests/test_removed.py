@@ -17,7 +17,7 @@ from kdjax.losses.kd import KDLoss
 from kdjax.training.identity import check_same_run, identify, list_differences
 from kdjax.watch.run import distill
 
-SAID = r"was removed \(docs/records/{}\.md\): {}.*; the tag before-the-cut still has it"
+SAID = r"was removed{}: {}.*; the tag before-the-cut still has it"
 
 
 @pytest.fixture(params=["loss.gone", *REMOVED])
@@ -25,7 +25,8 @@ def removed(request, monkeypatch):
     """Name, row and text of a removed field: one of no version, and all that there are."""
     monkeypatch.setitem(config_module.REMOVED, "loss.gone", Removed(1.0, "do x", "2026-a-record"))
     gone = config_module.REMOVED[request.param]
-    return request.param, gone, SAID.format(gone.record, gone.instead[:9])
+    record = rf" \(docs/records/{gone.record}\.md\)" if gone.record else ""
+    return request.param, gone, SAID.format(record, gone.instead[:9])
 
 
 def test_a_config_that_sets_a_removed_field_is_refused(removed, tiny_config):
@@ -88,7 +89,7 @@ def test_a_run_goes_on_where_the_field_did_nothing(removed, tmp_path):
 
 def test_records_of_removed_fields_are_there(removed, request):
     name, gone, _ = removed
-    if name != "loss.gone":
+    if name != "loss.gone" and gone.record:  # a field that has another name has none
         assert (request.config.rootpath / f"docs/records/{gone.record}.md").is_file()
 
 

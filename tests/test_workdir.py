@@ -322,10 +322,10 @@ def test_a_run_that_decayed_rates_of_delta_layers_is_refused(done):
         Job.read_record(job, 2)
 
 
-def test_wandb_is_missed_before_anything_is_opened(tiny_config, tmp_path, monkeypatch):
+def test_a_tracker_is_missed_before_anything_is_opened(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    tiny_config.log.wandb_project, tiny_config.teacher.path = "p", str(tmp_path / "none.gguf")
-    with pytest.raises(UserError, match=r"pip install 'kdjax\[wandb\]'"):
+    tiny_config.log.tracker, tiny_config.teacher.path = "wandb:p", str(tmp_path / "none.gguf")
+    with pytest.raises(UserError, match=r"tracker=wandb:p: wandb is not installed. pip install"):
         distill(tiny_config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

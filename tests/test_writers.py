@@ -136,22 +136,59 @@ def test_tensorboard_holds_the_scalars(tmp_path):
     assert b"train/loss" in data and b"eval/agreement" in data
 
 
-def test_wandb_is_asked_for_and_used(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install 'kdjax\[wandb\]'"):
-        writers.WeightsAndBiases("project", tmp_path)
-    logged = []
+def make_wandb(seen):
     run = types.SimpleNamespace(
-        log=lambda values, step: logged.append((step, values)),
-        finish=lambda exit_code: logged.append(("end", exit_code)),
+        log=lambda values, step: seen.append((step, values)),
+        finish=lambda exit_code: seen.append(("end", exit_code)),
     )
-    begun = []
-    fake = types.SimpleNamespace(init=lambda **kwargs: begun.append(kwargs["id"]) or run)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    play(writers.WeightsAndBiases("project", Path("a#1: 50%?")), tmp_path)
-    assert begun == ["a-1- 50--"]  # an id takes no other characters
-    assert [step for step, _ in logged] == [0, 2, 4, "end"]
-    assert logged[1][1]["train/loss"] == 1.5
+    return types.SimpleNamespace(init=lambda **kwargs: seen.append(kwargs["id"]) or run)
+
+
+def make_trackio(seen):
+    run = types.SimpleNamespace(
+        log=lambda values, step: seen.append((step, values)), finish=lambda: seen.append(("end", 0))
+    )
+    return types.SimpleNamespace(init=lambda project, name, **_: seen.append(name) or run)
+
+
+def make_mlflow(seen, known=()):
+    return types.SimpleNamespace(
+        set_experiment=lambda project: None,
+        search_runs=lambda **kwargs: [run for run in known if run in kwargs["filter_string"]],
+        start_run=lambda run_id, run_name: seen.append(run_name),
+        log_params=lambda values: None,
+        log_metrics=lambda values, step: seen.append((step, values)),
+        end_run=lambda status: seen.append(("end", {"FINISHED": 0, "FAILED": 1}[status])),
+    )
+
+
+@pytest.mark.parametrize("make", [make_wandb, make_trackio, make_mlflow])
+def test_a_tracker_is_missed_and_used(tmp_path, monkeypatch, make):
+    name = make.__name__.removeprefix("make_")
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=rf"{name}:p: {name} is not installed. pip install {name}"):
+        writers.Tracker(f"{name}:p", tmp_path)
+    seen = []
+    monkeypatch.setitem(sys.modules, name, make(seen))
+    play(writers.Tracker(f"{name}:p", Path("a#1: 50%?")), tmp_path)
+    assert seen.pop(0) == "a-1- 50--"  # an id takes no other characters
+    assert [step for step, _ in seen] == [0, 2, 4, "end"] and seen[-1][1] == 0
+    assert seen[1][1]["train/loss"] == 1.5
+
+
+@pytest.mark.parametrize("name", ["trackio", "mlflow"])
+def test_a_tracker_that_is_installed_has_the_scalars(tmp_path, monkeypatch, name):
+    """The two that write to the disk; a second run of the name goes on."""
+    module = pytest.importorskip(name)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    if name == "mlflow":
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        module.set_tracking_uri(f"file:{tmp_path}/mlflow")
+    for _ in range(2):
+        play(writers.Tracker(f"{name}:p", tmp_path / "a"), tmp_path)
+    if name == "mlflow":
+        (run,) = module.search_runs(experiment_names=["p"], output_format="list")
+        assert run.info.status == "FINISHED" and run.data.metrics["train/loss"] == 1.5
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -95,8 +95,8 @@ def distill(
     validate(config)
     config = user_code.name_loss(config)
     check_folder(workdir)
-    if config.log.wandb_project:
-        writers.import_wandb()
+    if config.log.tracker:
+        writers.import_tracker(config.log.tracker)
     with contextlib.ExitStack() as held:
         held.callback(PHASES.clear)
         joined = cluster.started(distributed, join_timeout, suits_cpu=suits_cpu)
@@ -203,8 +203,8 @@ def make_hooks(
         return [*hooks, verdict]  # the verdict decides the exit status of every process
     if first and config.log.tensorboard:
         hooks.append(writers.TensorBoard(workdir))
-    if first and config.log.wandb_project:
-        hooks.append(writers.WeightsAndBiases(config.log.wandb_project, workdir))
+    if first and config.log.tracker:
+        hooks.append(writers.Tracker(config.log.tracker, workdir))
     writes = isinstance(job.step.spec.student, DecoderFunctions) and form.writes
     if config.eval.samples and writes:
         student, placement = job.step.spec.student, job.step.placement

@@ -1,13 +1,14 @@
-"""Hooks that write: metrics.jsonl, TensorBoard, Weights & Biases, and the terminal."""
+"""Hooks that write: metrics.jsonl, TensorBoard, trackers of runs, and the terminal."""
 
+import importlib
 import json
 import math
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from kdjax.data.rollouts import ROUND
 from kdjax.errors import UserError
@@ -127,42 +128,79 @@ class TensorBoard(_Scalars):
             self._writer.close()
 
 
-def import_wandb() -> Any:
-    """The module wandb; raises `UserError` if it is not installed."""
+class Tracking(NamedTuple):
+    """An open run of a tracker."""
+
+    log: Callable[[dict[str, float], int], Any]  # scalars of a step
+    finish: Callable[[bool], Any]  # whether the run failed
+
+
+def _begin_wandb(wandb: Any, project: str, name: str, workdir: Path, run: Run) -> Tracking:
+    opened = wandb.init(
+        project=project, id=name, resume="allow", dir=str(workdir), config=dict(run.config)
+    )
+    log = lambda scalars, step: opened.log(scalars, step=step)  # noqa: E731
+    return Tracking(log, lambda failed: opened.finish(exit_code=int(failed)))
+
+
+def _begin_trackio(trackio: Any, project: str, name: str, workdir: Path, run: Run) -> Tracking:
+    opened = trackio.init(project, name=name, resume="allow", config=dict(run.config), embed=False)
+    return Tracking(lambda scalars, step: opened.log(scalars, step), lambda _: opened.finish())
+
+
+def _begin_mlflow(mlflow: Any, project: str, name: str, workdir: Path, run: Run) -> Tracking:
+    mlflow.set_experiment(project)
+    named = f"attributes.run_name = '{name.replace(chr(39), ' ')}'"
+    found = mlflow.search_runs(filter_string=named, output_format="list", max_results=1)
+    mlflow.start_run(run_id=found[0].info.run_id if found else None, run_name=name)
+    if not found:  # a value that is logged never changes
+        mlflow.log_params({key: str(value)[:500] for key, value in run.config.items()})
+    log = lambda scalars, step: mlflow.log_metrics(scalars, step=step)  # noqa: E731
+    return Tracking(log, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED"))
+
+
+_BEGIN = {"wandb": _begin_wandb, "trackio": _begin_trackio, "mlflow": _begin_mlflow}
+
+
+def import_tracker(tracker: str) -> Any:
+    """The module of `log.tracker`, such as wandb of "wandb:PROJECT".
+
+    Raises `UserError` if it is not installed.
+    """
+    name = tracker.partition(":")[0]
     try:
-        import wandb  # type: ignore[import-not-found]
+        return importlib.import_module(name)
     except ImportError:
         raise UserError(
-            "log.wandb_project is set, but wandb is not installed: "
-            "pip install 'kdjax[wandb]', or leave the field empty."
+            f"log.tracker={tracker}: {name} is not installed. pip install {name}, or leave the "
+            "field empty."
         ) from None
-    return wandb
 
 
-class WeightsAndBiases(_Scalars):
-    """Sends the scalars to Weights & Biases; needs `pip install 'kdjax[wandb]'`."""
+class Tracker(_Scalars):
+    """Sends the scalars to Weights & Biases, Trackio or MLflow: `log.tracker`, NAME:PROJECT.
 
-    def __init__(self, project: str, workdir: Path):
-        self._wandb, self._project, self._workdir = import_wandb(), project, workdir
-        self._run: Any = None
+    The run there has the name of the workdir, and goes on where it was resumed.
+    """
+
+    def __init__(self, tracker: str, workdir: Path):
+        self._module, self._workdir = import_tracker(tracker), workdir
+        self._kind, _, self._project = tracker.partition(":")
+        self._opened: Tracking
 
     def train_begin(self, run: Run) -> None:
-        """Starts or resumes the run named after the workdir."""
+        """Starts or resumes the run."""
         super().train_begin(run)
-        self._run = self._wandb.init(
-            project=self._project,
-            id=_NO_ID.sub("-", self._workdir.name),
-            resume="allow",
-            dir=str(self._workdir),
-            config=dict(run.config),
-        )
+        name = _NO_ID.sub("-", self._workdir.name)
+        begin = _BEGIN[self._kind]
+        self._opened = begin(self._module, self._project, name, self._workdir, run)
 
     def _log(self, scalars: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(scalars), step=step)
+        self._opened.log(dict(scalars), step)
 
     def train_end(self, reason: str, error: BaseException | None) -> None:
-        """Finishes the run; an exit code other than 0 marks it as failed."""
-        self._run.finish(exit_code=1 if reason == "failed" else 0)
+        """Closes the run, as failed where it did."""
+        self._opened.finish(reason == "failed")
 
 
 def format_seconds(seconds: float) -> str:
