@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import importlib
 import json
 import logging
 
@@ -15,6 +16,8 @@ from kdjax.data.readers import read_records
 from kdjax.data.sources import find_files, survey_files
 from kdjax.data.text import documents
 from kdjax.errors import MissingFileError, UserError
+from kdjax.evaluation import drafting, heldout
+from kdjax.evaluation.answers import list_prompts
 from kdjax.formats import files
 from kdjax.models.tokenizer import load_tokenizer
 
@@ -168,6 +171,36 @@ def test_a_named_column_that_is_missing_is_named(record, message, tmp_path):
     fields = Fields.parse("user=instruction+input,assistant=output")
     with pytest.raises(UserError, match=message):
         list(read_records([tmp_path / "a.jsonl"], fields))
+
+
+def test_commands_name_columns_too(tmp_path, tokenizer):
+    """`--fields` of evaluate, imatrix, answers and draft: what trains is what is measured."""
+    (tmp_path / "a.jsonl").write_bytes(lines([{"body": "one two three " * i} for i in (4, 5)]))
+    body, path = Fields.parse("text=body"), str(tmp_path / "a.jsonl")
+    read = heldout.read_text(path, tokenizer, rows=4, seq_len=64, fields=body)
+    assert tokenizer.decode(read.rows.tokens[0].tolist()).startswith("one two three one")
+    assert len(drafting.choose_prompts(path, tokenizer, count=2, most=99, fields=body)) == 2
+    assert len(list_prompts(path, tokenizer, 99, body)) == 2
+    for read in (
+        lambda: heldout.read_text(path, tokenizer, rows=4, seq_len=64),
+        lambda: drafting.choose_prompts(path, tokenizer, count=2, most=99),
+        lambda: list_prompts(path, tokenizer, 99),
+    ):
+        with pytest.raises(UserError, match=r"a.jsonl:1: "):
+            read()
+
+
+@pytest.mark.parametrize("command", ["answers", "draft", "evaluate", "imatrix", "shrink"])
+def test_a_wrong_name_of_a_column_is_refused_before_a_model_is_opened(command, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(lines(ALPACA))
+    flag = {"answers": "--prompts", "draft": "--data", "shrink": "--text"}.get(command, "--data")
+    arguments = ["none.gguf", f"{flag}={tmp_path}/a.jsonl", "--fields=texts=a"]
+    arguments += ["--bits=3"] * (command == "shrink")
+    if command != "evaluate":
+        arguments.append(f"--out={tmp_path}/out.gguf")
+    main = importlib.import_module(f"kdjax.commands.{command}").main
+    assert main(arguments) == 2
+    assert "found 'texts=a'; expected NAME=COLUMN" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kdjax.commands.parsing import Parser, check_least, log_to_terminal
+from kdjax.commands.parsing import Parser, add_fields_flag, check_least, log_to_terminal
+from kdjax.data.fields import Fields
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import problems, sandbox
@@ -50,6 +51,7 @@ def _parser() -> Parser:
     add("model", metavar="MODEL", help="workdir, step folder, model file or folder, with @FORM")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompts", default="", metavar="FILES", help="as for data.train")
+    add_fields_flag(add)
     asked.add_argument("--exercises", type=Path, metavar="FILE", help="JSON lines")
     add("--out", required=True, type=Path, metavar="FILE", help="JSON lines to train on")
     add("--samples", type=int, help="answers to each; default: 1 to a prompt, 4 to an exercise")
@@ -106,7 +108,7 @@ def _answer_prompts(
 ) -> str:
     tokenizer = target.checkpoint.tokenizer
     most = target.checkpoint.spec.max_positions - args.max_tokens
-    prompts = list_prompts(args.prompts, tokenizer, most)
+    prompts = list_prompts(args.prompts, tokenizer, most, Fields.parse(args.fields))
     made_by = _tell(args, target, (repr(prompt.ids) for prompt in prompts), "ended")
     random.Random(args.seed).shuffle(prompts)
     answers = WrittenAnswers(args.out, made_by, samples=args.samples, ended=args.ended)

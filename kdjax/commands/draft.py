@@ -33,6 +33,7 @@ from kdjax.commands.parsing import (
     Parser,
     RunCommand,
     add_cluster_flags,
+    add_fields_flag,
     check_least,
     log_to_terminal,
     override,
@@ -166,6 +167,7 @@ def _parser() -> Parser:
     read.add_argument("--prompts", default=TEXT, metavar="FILES", help=text)
     text = "text to train on in place of answers, preferably MODEL's"
     read.add_argument("--data", default="", metavar="PATHS", help=text)
+    add_fields_flag(add)
     add("--answers", type=int, default=4096, help="prompts that MODEL answers (%(default)s)")
     add("--max-tokens", type=int, default=256, help="of an answer (%(default)s)")
     add("--out", required=True, type=Path, metavar="FILE", help="the GGUF file to make")
@@ -191,6 +193,7 @@ def _make_config(args: argparse.Namespace) -> Config:
     config.teacher.weights = form.weights if args.model != form.path else "packed"
     config.teacher.param_dtype = config.train.compute_dtype = form.dtype
     config.data.train, config.data.seq_len = args.data or str(_answers(args)), args.seq_len
+    config.data.fields = args.fields if args.data else ""  # answers have kdjax's own names
     config.data.heldout_fraction = 1 / 16
     config.loss.temperature, config.loss.alpha = 1.0, 0.0
     config.optim.learning_rate = args.learning_rate
@@ -253,7 +256,12 @@ def _answer(args: argparse.Namespace) -> int:
             "writes: kdjax answers MODEL --prompts=FILES --out=answers.jsonl."
         )
     check_workdir(args.workdir)
-    flags = [f"--prompts={args.prompts}", f"--limit={args.answers}", f"--seed={args.seed}"]
+    flags = [
+        f"--prompts={args.prompts}",
+        f"--fields={args.fields}",
+        f"--limit={args.answers}",
+        f"--seed={args.seed}",
+    ]
     flags += [f"--max-tokens={args.max_tokens}", f"--out={_answers(args)}"]
     return answers.main([_served(args) + _form(args.model), *flags])
 

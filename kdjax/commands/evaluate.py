@@ -29,11 +29,13 @@ from jax.sharding import Mesh
 from kdjax.commands.parsing import (
     Parser,
     add_cluster_flags,
+    add_fields_flag,
     check_least,
     log_to_terminal,
     started,
 )
 from kdjax.config import OWN_BLOCK
+from kdjax.data.fields import Fields
 from kdjax.data.sources import find_files
 from kdjax.device import cluster, sharding
 from kdjax.device.placement import Placement
@@ -79,6 +81,7 @@ def parser() -> Parser:
     )
     text = "held-out text of one domain: folders, globs, files, joined by commas"
     add("--data", action="append", default=[], metavar="[NAME=]PATHS", help=text)
+    add_fields_flag(add)
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
     draft = "measure instead the target as a draft for --teacher: --rows prompts of --data, "
     draft += "which the teacher continues; own: its drafting block as a draft for the target"
@@ -175,7 +178,7 @@ def check(args: argparse.Namespace) -> Request:
     if not all(domains.values()):
         raise UserError("--data: found a name without paths; expected --data=NAME=PATHS.")
     for patterns in domains.values():
-        find_files(patterns)
+        find_files(patterns, Fields.parse(args.fields))
     benchmarks = {
         name: read(path)[: args.limit or None]
         for name, read in problems.BENCHMARKS.items()
@@ -348,16 +351,19 @@ def _read_domains(
     Raises `UserError` for text that cannot be read, before the model works for hours.
     """
     args = request.args
+    fields = Fields.parse(args.fields)
     if args.draft:
         draft, served = (target, teacher) if teacher else (None, target)
         sizes = {"count": args.rows, "new_tokens": args.max_tokens}
-        return {}, drafting.read_prompts(draft, served, request.domains, **sizes)
+        read = functools.partial(drafting.read_prompts, draft, served, fields=fields)
+        return {}, read(request.domains, **sizes)
     read = functools.partial(
         heldout.read_text,
         tokenizer=target.checkpoint.tokenizer,
         rows=args.rows,
         seq_len=args.seq_len,
         parse_special=args.parse_special,
+        fields=fields,
     )
     return {name: read(patterns) for name, patterns in request.domains.items()}, {}
 

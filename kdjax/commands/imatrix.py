@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kdjax.commands.parsing import Parser, check_least, log_to_terminal
+from kdjax.commands.parsing import Parser, add_fields_flag, check_least, log_to_terminal
+from kdjax.data.fields import Fields
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation.heldout import read_text
@@ -29,6 +30,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="workdir, step folder, model file or folder, with @FORM")
     add("--data", required=True, metavar="PATHS", help="folders, globs, files, joined by commas")
+    add_fields_flag(add)
     add("--out", required=True, type=Path, metavar="FILE", help="the GGUF file to make")
     add("--rows", type=int, default=128, help="rows of the text, at most, spread evenly over it")
     add("--seq-len", type=int, default=512, help="positions a row")
@@ -53,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.seq_len > (most := target.checkpoint.spec.max_positions):
         raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
     tokenizer = target.checkpoint.tokenizer
-    text = read_text(args.data, tokenizer, rows=args.rows, seq_len=args.seq_len)
+    sizes = {"rows": args.rows, "seq_len": args.seq_len}
+    text = read_text(args.data, tokenizer, **sizes, fields=Fields.parse(args.fields))
     (whole,) = text.batches(len(text.rows))
     tokens = whole["tokens"][np.all(whole["segment_ids"] > 0, axis=1)]
     if not len(tokens):

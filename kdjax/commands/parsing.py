@@ -9,7 +9,7 @@ import os
 import re
 import runpy
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -138,6 +138,20 @@ def run_parser(name: str, description: str | None, *statuses: int) -> Parser:
     text = f"a file with get_config(), or one that comes with kdjax: {', '.join(shipped())}"
     parser.add_argument("--config", metavar="CONFIG[:KIND]", help=text)
     return parser
+
+
+def add_fields_flag(add: Callable[..., object]) -> None:
+    """Adds the flag that names the columns of records."""
+    text = "columns of records, as data.fields takes them: user=question,assistant=answer"
+    add("--fields", default="", type=_check_columns, metavar="NAME=COLUMN,...", help=text)
+
+
+def _check_columns(text: str) -> str:
+    try:
+        Fields.parse(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def add_cluster_flags(parser: Parser) -> None:

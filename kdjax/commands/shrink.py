@@ -28,7 +28,14 @@ import jax
 import numpy as np
 
 from kdjax.commands.export import read_model
-from kdjax.commands.parsing import TEXT, Parser, check_least, log_to_terminal, started
+from kdjax.commands.parsing import (
+    TEXT,
+    Parser,
+    add_fields_flag,
+    check_least,
+    log_to_terminal,
+    started,
+)
 from kdjax.commands.plan import add_machine_flags, find_machine, print_plan, survey_headers
 from kdjax.config import SELF, Config, validate
 from kdjax.data.pipeline import TextSource, eval_batches
@@ -98,6 +105,7 @@ def _parser() -> Parser:
     size.add_argument("--bits", type=float, help="bits a weight of the matrices, as 3.2")
     size.add_argument("--like", metavar="RECIPE", help="the size of a recipe, as q2_k")
     add("--text", default=TEXT, metavar="PATHS", help="folders, files, by commas (%(default)s)")
+    add_fields_flag(add)
     add("--heldout", default="", metavar="PATHS", help="text to judge by; default: 2%% of --text")
     add("--steps", type=int, default=600, help="optimizer steps (%(default)s)")
     add("--seconds", type=float, default=0.0, help="train for this time, in place of --steps")
@@ -187,7 +195,7 @@ def _make_config(args: argparse.Namespace, types: str, imatrix: str, bits: float
     config.teacher.path, config.student.path = SELF, args.model
     config.student.quantize, config.student.imatrix = types, imatrix
     config.data.train, config.data.heldout = args.text, args.heldout
-    config.data.seq_len = args.seq_len
+    config.data.fields, config.data.seq_len = args.fields, args.seq_len
     config.optim.learning_rate = _FEW_RATE if bits < _FEW_BITS else _RATE
     config.optim.final_learning_rate = 0.0
     config.train.steps, config.train.batch_size = args.steps, args.batch_size

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kdjax.data.conversations import Conversation
+from kdjax.data.fields import NAMED, Fields
 from kdjax.data.sources import find_files
 from kdjax.data.text import openings
 from kdjax.errors import UserError
@@ -44,13 +45,15 @@ class PromptRecord(NamedTuple):
         return self.chat.answered(text)
 
 
-def list_prompts(patterns: str, tokenizer: Tokenizer, most: int) -> list[PromptRecord]:
+def list_prompts(
+    patterns: str, tokenizer: Tokenizer, most: int, fields: Fields = NAMED
+) -> list[PromptRecord]:
     """Reads the beginnings of all documents of `patterns`, as `drafting.begin_each` does.
 
     Raises `UserError` if there are none.
     """
     opened = len(tokenizer.open_text([]))
-    found = begin_each(openings(find_files(patterns), tokenizer), tokenizer, most)
+    found = begin_each(openings(find_files(patterns, fields), tokenizer, fields), tokenizer, most)
     if not found:
         raise UserError(f"{patterns}: found no prompt of 1 to {most} ids; expected some.")
     prompts = []

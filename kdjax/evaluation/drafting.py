@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kdjax.data import pipeline
+from kdjax.data.fields import NAMED, Fields
 from kdjax.data.rows import COLUMNS, Rows
 from kdjax.data.sources import find_files
 from kdjax.data.text import Opening, encode_chats, openings
@@ -97,7 +98,7 @@ def speed_up(accepted: float, drafts: int, costs: Costs) -> float:
 
 
 def choose_prompts(
-    patterns: str, tokenizer: Tokenizer, *, count: int, most: int
+    patterns: str, tokenizer: Tokenizer, *, count: int, most: int, fields: Fields = NAMED
 ) -> list[list[int]]:
     """Reads ids of at most `count` beginnings, spread evenly over the documents of `patterns`.
 
@@ -105,7 +106,7 @@ def choose_prompts(
     half of it or 128 tokens. Beginnings of more than `most` tokens are left out. One of several
     equal ones, such as licence headers, is kept. Raises `UserError` if there are none.
     """
-    every = list(openings(find_files(patterns), tokenizer))
+    every = list(openings(find_files(patterns, fields), tokenizer, fields))
     places = np.linspace(0, len(every) - 1, min(4 * count, len(every))).astype(int)
     fitting = list(begin_each((every[at] for at in places), tokenizer, most))
     if not fitting:
@@ -139,7 +140,13 @@ def begin_rows(rows: Rows, count: int) -> list[list[int]]:
 
 
 def read_prompts(
-    draft: Target | None, teacher: Target, domains: dict[str, str], *, count: int, new_tokens: int
+    draft: Target | None,
+    teacher: Target,
+    domains: dict[str, str],
+    *,
+    count: int,
+    new_tokens: int,
+    fields: Fields = NAMED,
 ) -> dict[str, list[list[int]]]:
     """Reads ids of at most `count` prompts of each domain that both models can continue.
 
@@ -153,7 +160,7 @@ def read_prompts(
         )
     tokenizer, most = small.checkpoint.tokenizer, positions - new_tokens
     return {
-        name: choose_prompts(patterns, tokenizer, count=count, most=most)
+        name: choose_prompts(patterns, tokenizer, count=count, most=most, fields=fields)
         for name, patterns in domains.items()
     }
 

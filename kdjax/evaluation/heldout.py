@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kdjax.data import pipeline
+from kdjax.data.fields import NAMED, Fields
 from kdjax.data.rows import (
     COLUMNS,
     Packer,
@@ -89,14 +90,20 @@ class Text:
 
 
 def read_text(
-    patterns: str, tokenizer: Tokenizer, *, rows: int, seq_len: int, parse_special: bool = False
+    patterns: str,
+    tokenizer: Tokenizer,
+    *,
+    rows: int,
+    seq_len: int,
+    parse_special: bool = False,
+    fields: Fields = NAMED,
 ) -> Text:
     """Reads at most `rows` rows of `seq_len` positions, spread evenly over the text of `patterns`.
 
     `parse_special` is as for `data.rows.tokenize_documents`. Of a record longer than a row the end
     is read. Raises `UserError` for text that cannot be read or has no target.
     """
-    source = documents(find_files(patterns), tokenizer)
+    source = documents(find_files(patterns, fields), tokenizer, fields)
     packer, placed = Packer(seq_len + 1), list[tuple[Document, list[Piece]]]()
     wholes = WholePacker[Document](seq_len + 1, seq_len + 1, "cut")
     for document, ids, _ in tokenize_documents(
