@@ -8,13 +8,17 @@ import sys
 import jax
 import numpy as np
 import pytest
+from exporting import needs_llama_cpp
 from test_evaluate import humaneval
 
 import kdjax
 from kdjax import demo
+from kdjax.data.pipeline import eval_batches
 from kdjax.evaluation import passk, problems
+from kdjax.evaluation.heldout import read_text
 from kdjax.models.decoding import Sampling
-from scripts.checks import llama_answers, llama_draft
+from kdjax.models.tokenizer import load_tokenizer
+from scripts.checks import llama_answers, llama_draft, llama_kl
 from scripts.checks.llama_answers import count_equal, serve
 
 
@@ -112,3 +116,28 @@ def test_what_is_refused_is_refused_before_an_answer(tmp_path, capsys, monkeypat
     ):
         assert llama_answers.main([*flags, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+def test_the_kl_by_llama_cpp_is_that_of_the_models_logits(tmp_path):
+    """KL and agreement of two files by llama.cpp are those of kdjax's logits in float32."""
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a small dog. " * 20)
+    files = [demo.FOLDER / f"{name}.gguf" for name in ("teacher", "student")]
+    out = tmp_path / "kl.json"
+    flags = [f"--text={text}", "--rows=2", "--seq-len=32", f"--json={out}"]
+    assert llama_kl.main([str(files[0]), str(files[1]), str(files[0]), *flags]) == 0
+    found = json.loads(out.read_text())
+    models = [kdjax.load(path, dtype="float32", compute_dtype="float32") for path in files]
+    rows = read_text(str(text), load_tokenizer(files[0]), rows=2, seq_len=32).rows
+    expected = []
+    for batch in eval_batches(rows, batch_size=1, limit=2):
+        ids = batch["tokens"][:, :32]
+        base, other = (
+            np.asarray(jax.nn.log_softmax(model.logits(ids)), np.float64)[0, 16:]
+            for model in models
+        )
+        expected.append((np.exp(base) * (base - other)).sum(-1).mean())
+    assert found[str(files[1])]["kl"] == pytest.approx(np.mean(expected), rel=0.05)
+    assert found[str(files[1])]["positions"] == 32 and found[str(files[0])]["kl"] == 0

@@ -486,7 +486,7 @@ def test_the_bench_leaves_the_lattice_and_takes_costs_of_ggml(models, text, tmp_
     out = tmp_path / "mix"
     sizes = "seq-len=32 batch-size=2 cost-rows=2 heldout-rows=4 imatrix-rows=8 hessian-rows=8"
     sizes += " chunk-tokens=64 compute=float32 reference-steps=2 recipes=q5_0 hessians=q5_0"
-    sizes += " wider=IQ3_S"
+    sizes += " wider=IQ3_S ggml=q5_0 hessian-costs=q5_0"
     flags = [f"--{flag}" for flag in f"{sizes} train=q5_0:1 start=columns files".split()]
     held = tmp_path / "held"
     held.mkdir()
@@ -497,7 +497,7 @@ def test_the_bench_leaves_the_lattice_and_takes_costs_of_ggml(models, text, tmp_
     assert mixtures.main([*where, *flags]) == 0
     lines = (out / "results.jsonl").read_text()
     rows = {row["name"]: row for row in map(json.loads, lines.splitlines())}
-    assert len(rows) == 9 and all(row["kl"] >= 0 for row in rows.values())
+    assert len(rows) == 11 and all(row["kl"] >= 0 for row in rows.values())
     for name, row in rows.items():
         assert row["bytes"] <= rows["q5_0 recipe importance"]["bytes"], name
     chosen, wider = (rows[f"q5_0 {x} importance"]["sum of costs"] for x in ("chosen", "wider"))

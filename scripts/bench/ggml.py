@@ -7,7 +7,7 @@ import ctypes
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,15 +62,15 @@ def make_encoder() -> Callable[[np.ndarray, str, np.ndarray | None], np.ndarray]
     return run
 
 
-def make_rounding() -> Callable[..., Any]:
+def make_rounding(own: Collection[str] = ENCODERS) -> Callable[..., Any]:
     """Returns a function as `costs.round_matrices`, for every type that kdjax or ggml writes.
 
-    Types that kdjax writes are rounded by kdjax, others by ggml on all cores.
+    Types `own` are rounded by kdjax, others by ggml on all cores.
     """
     encode = make_encoder()
 
     def round_stack(x: Any, dtype: str, importance: np.ndarray | None = None) -> Any:
-        if dtype in ENCODERS:
+        if dtype in own:
             return round_matrices(x, dtype, importance)
         host = np.asarray(x, np.float32)
         rows = host.reshape(-1, *host.shape[-2:])

@@ -8,8 +8,9 @@ types. To each is added uniform noise as wide as a step of its group's scale, an
 `--reference-steps` steps towards the published model heal what this costs; its KL from there is
 printed. Then, on rows of the text: importance, costs of each matrix in each type, and for each of
 `--recipes` the recipe's types and the chosen ones of no more bytes, each rounded with importance,
-and those of `--hessians` by GPTQ, with columns and by blocks alone, and with columns the types
-chosen by costs that GPTQ's rounding has. With `--wider` types that kdjax
+those of `--ggml` also by ggml's encoders, as llama-quantize does, and those of `--hessians` by
+GPTQ, with columns and by blocks alone, and with `--hessian-costs` the types chosen by costs that
+GPTQ's rounding has. With `--wider` types that kdjax
 does not write are measured, too, and chosen from in further rows, rounded by ggml's own encoder
 (`scripts.bench.ggml`): `--wider=IQ2_S,IQ3_XXS,IQ3_S`. `--train` trains the chosen types, with
 `--both` also the recipe's, for seconds, from the masters of `--start`. KL and agreement are from
@@ -74,15 +75,19 @@ class Arm(NamedTuple):
     name: str
     recipe: str
     choice: str  # recipe, chosen, wider, by Hessians
-    how: str  # importance, blocks, columns, trained
+    how: str  # importance, ggml, blocks, columns, trained
     seconds: float = 0.0
 
 
 def _list_arms(args: argparse.Namespace) -> Iterator[Arm]:
     both = "recipe", "chosen"
     ways = [("importance", args.recipes, (*both, "wider") if args.wider else both)]
+    if args.ggml:
+        ways += [("ggml", args.ggml, both)]
     if args.hessians:
-        ways += [("columns", args.hessians, (*both, "hessians")), ("blocks", args.hessians, both)]
+        ways += [("columns", args.hessians, both), ("blocks", args.hessians, both)]
+    if args.hessian_costs:
+        ways += [("columns", args.hessian_costs, ("hessians",))]
     for how, recipes, choices in ways:
         for recipe, choice in itertools.product(recipes.split(","), choices):
             yield Arm(f"{recipe} {choice} {how}", recipe, choice, how)
@@ -319,8 +324,9 @@ class Bench:
         if known := self.costs:
             sums = [known[n].get(x, math.nan) for n, x in mixture.tensors.items()]
             found["sum of costs"] = float(np.nansum(sums))
-        if arm.how == "importance":
-            params = round_params(self.exact.params, mixture, self.importance, self.rounding)
+        if arm.how in ("importance", "ggml"):
+            rounding = make_rounding(()) if arm.how == "ggml" else self.rounding
+            params = round_params(self.exact.params, mixture, self.importance, rounding)
         elif arm.how == "trained":
             params, trained = self.train(arm, mixture)
             found |= trained
@@ -410,6 +416,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hessians", default="", metavar="RECIPES", help="round these by GPTQ, too"
     )
+    parser.add_argument(
+        "--hessian-costs", default="", metavar="RECIPES", help="choose by GPTQ's costs, too"
+    )
+    parser.add_argument("--ggml", default="", metavar="RECIPES", help="round by ggml, too")
     parser.add_argument("--hessian-rows", type=int, default=64)
     parser.add_argument("--damp", type=float, default=0.01, help="share of the mean diagonal")
     parser.add_argument("--train", default="", metavar="RECIPE:SECONDS;...")
