@@ -9,6 +9,7 @@ Every export is written next to its target, read back and compared, and only the
 from kdjax.export.adapters import export_gguf_adapter, export_peft
 from kdjax.export.check import ExportSummary, SelfCheckError
 from kdjax.export.formats import APR_TYPES, GGUF_TYPES, HF_TYPES, export_apr, export_gguf, export_hf
+from kdjax.export.heads import export_head
 from kdjax.export.push import push_to_hub
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "export_apr",
     "export_gguf",
     "export_gguf_adapter",
+    "export_head",
     "export_hf",
     "export_peft",
     "push_to_hub",

@@ -35,6 +35,7 @@ RECEIPT = "receipt.json"
 FORM = "form"  # in `run`, of a rounded student: its block types, and the text that chose them
 LORA = "lora"  # in `run`, of a student with adapters: their rank and matrices
 BLOCK = "block"  # in `run`, of a block that drafts, trained alone: true
+SPARK = "dspark"  # in `run`, of a head that drafts: its sizes
 BEST = "best"  # in `run`: the best step so far, and the held-out figure that chose it
 UNDECAYED = "undecayed"  # in `run`: rates of delta layers, which earlier versions decayed
 CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays; of everything else in `run`

@@ -162,6 +162,51 @@ def _run_block(
     return out
 
 
+def attend_blocks(
+    q: Float[Array, "B T H D"],
+    keys: tuple[Float[Array, "B S K D"], Float[Array, "B T K D"]],
+    values: tuple[Float[Array, "B S K D"], Float[Array, "B T K D"]],
+    anchors: Int[Array, "B T"],
+    documents: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"],
+    *,
+    scale: float,
+) -> Float[Array, "B T H D"]:
+    """Attention of blocks of slots, which see the text before their anchor and all of themselves.
+
+    The first of `keys` and of `values` are the text's, the second the slots'. `anchors` are the
+    places in the text where each slot's block begins; `documents` are the text's segments that the
+    blocks belong to.
+    """
+    batch, length, _, width = q.shape
+    q_groups = q.reshape(batch, length, keys[0].shape[2], -1, width)
+    both = [jnp.concatenate(pair, axis=1) for pair in (keys, values)]
+    run = functools.partial(
+        _run_slots, k=both[0], v=both[1], key_ids=segment_ids, blocks=anchors, scale=scale
+    )
+    return _map_blocks(run, (q_groups, anchors, documents)).reshape(q.shape)
+
+
+def _run_slots(
+    rows: tuple[Array, Array, Array],
+    start: Array,
+    k: Array,
+    v: Array,
+    key_ids: Array,
+    blocks: Array,
+    scale: float,
+) -> Array:
+    """`attend_blocks` of a block of queries; k and v are the text's, then all slots'."""
+    q, anchors, documents = rows
+    at = jnp.arange(key_ids.shape[1], dtype=jnp.int32)[None, None]
+    text = (at < anchors[..., None]) & (key_ids[:, None] == documents[..., None])
+    seen = jnp.concatenate([text, blocks[:, None] == anchors[..., None]], axis=-1)
+    scores = jnp.einsum("BTKGD,BSKD->BKGTS", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen[:, None, None], scores * scale, EXCLUDED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return jnp.einsum("BKGTS,BSKD->BTKGD", weights, v)
+
+
 def attend_and_keep(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B T K D"],

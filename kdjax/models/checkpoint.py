@@ -28,6 +28,7 @@ from kdjax.formats.saved import (
     CHECKPOINTS,
     LORA,
     RECEIPT,
+    SPARK,
     SavedTable,
     find_best,
     read_receipt,
@@ -467,7 +468,8 @@ def open_step(
         )
     student, tokenizer = run_sources(workdir, student, tokenizer)
     table = SavedTable(workdir, step)
-    beside = LORA in table.form or BLOCK in table.form  # a base, without which it is nothing
+    # On a base, without which it is nothing.
+    beside = any(kind in table.form for kind in (LORA, BLOCK, SPARK))
     source = open_checkpoint(student, tokenizer=tokenizer, shapes=not beside)
     if beside:
         return _open_step_beside(table, workdir, step, source, identity)
@@ -484,6 +486,8 @@ def _open_step_beside(
 ) -> Checkpoint:
     """Opens a run's saved adapters, or its drafting block, on the base that it began with.
 
+    A head is no part of the model that it drafts for: its step opens as that model.
+
     Raises `UserError` for another base.
     """
     if source.sha256 != identity["student.sha256"]:
@@ -496,6 +500,8 @@ def _open_step_beside(
     base = cut_layers(source, split_layers(identity.get("student.layers", "")))
     base = dataclasses.replace(base, spec=tie_head(base, identity.get("student.head", "auto")))
     saved = Saved(workdir, step, "checkpoint", int(identity["train.seed"]), source)
+    if SPARK in table.form:
+        return dataclasses.replace(base, saved=saved)
     if BLOCK in table.form:
         base, spec = drop_block(base), dataclasses.replace(base.spec, drafts=1)
         return dataclasses.replace(

@@ -738,6 +738,32 @@ class Decoder(nnx.Module):
         `layers` are the weights as `models.decode_weights` lays them out. `segment_ids` matter to
         delta nets alone; by default each row continues one document.
         """
+        x, cache, _ = self._extend(tokens, positions, cache, layers, segment_ids)
+        return self.finish(x), cache
+
+    def extend_and_tap(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, " B"],
+        cache: "Cache",
+        layers: "Layers | None" = None,
+    ) -> tuple[Float[Array, "B T D"], "Cache", Float[Array, "N B T D"]]:
+        """See `extend`; returns also each layer's input, then the last layer's output."""
+        x, cache, inputs = self._extend(tokens, positions, cache, layers, None, tap=True)
+        assert inputs is not None
+        return self.finish(x), cache, jnp.concatenate([inputs, x[None]])
+
+    def _extend(
+        self,
+        tokens: Array,
+        positions: Array,
+        cache: "Cache",
+        layers: "Layers | None",
+        segment_ids: Array | None,
+        *,
+        tap: bool = False,
+    ) -> tuple[Array, "Cache", Array | None]:
+        """The last layer's output, the new cache, and with `tap` each layer's input."""
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
         lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
@@ -746,14 +772,14 @@ class Decoder(nnx.Module):
 
         def layer(
             carry: tuple[Array, Cache], block: Block, kind: Kind, index: Array
-        ) -> tuple[tuple[Array, Cache], DeltaInputs | None]:
+        ) -> tuple[tuple[Array, Cache], tuple[DeltaInputs | None, Array | None]]:
             # The cache is in the carry, so that a step writes its positions and copies nothing.
-            x, cache = carry
+            before, cache = carry
             window, local = self.spec.window, kind.local
             mix = functools.partial(self.mix_cached, cache, index, positions, local, window)
             recall = functools.partial(self._recall_cached, cache, index, segment_ids, lengths)
-            x, (cache, read) = block(x, self.make_turn(at, angles, kind), mix, recall)
-            return (x, cache), read
+            x, (cache, read) = block(before, self.make_turn(at, angles, kind), mix, recall)
+            return (x, cache), (read, before if tap else None)
 
         # The index of each layer among the layers of its kind.
         kinds = [layer.delta for layer in self.spec.layers]
@@ -761,8 +787,9 @@ class Decoder(nnx.Module):
         places = jnp.asarray(numbers, jnp.int32)
         start = self.embed_tokens(tokens), cache
         (x, cache), outputs = self.run_layers(layer, start, places, layers=layers)
-        read = [inputs for inputs in outputs if inputs is not None]
-        return self.finish(x), cache._replace(read=_stack_layers(read) if read else None)
+        read = [inputs for inputs, _ in outputs if inputs is not None]
+        inputs = _stack_layers([before for _, before in outputs]) if tap else None
+        return x, cache._replace(read=_stack_layers(read) if read else None), inputs
 
     def mix_cached(
         self,
@@ -1060,12 +1087,17 @@ class DecoderFunctions(ModuleFunctions):
         """See `Decoder.stored_head`."""
         return self.merge(params).stored_head()
 
+    def head_parts(self, params: Params) -> list[str]:
+        """Names of the parameters that the unembedding is made of."""
+        return [name for name in ("head", "embed") if name in params][:1]
+
     embed_tokens = _of_params(Decoder.embed_tokens)
     read_segments = _of_params(Decoder.read_segments)
     hidden_in_parts = _of_params(Decoder.hidden_in_parts)
     prefill = _of_params(Decoder.prefill)
     prefill_whole = _of_params(Decoder.prefill_whole)
     extend = _of_params(Decoder.extend)
+    extend_and_tap = _of_params(Decoder.extend_and_tap)
 
 
 def functional(spec: ArchSpec, compute: Compute) -> tuple[DecoderFunctions, Params]:

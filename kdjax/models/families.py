@@ -59,6 +59,7 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     # Kinds whose divisors llama.cpp reads from its files; it opens no file with others.
     gguf_divisors: tuple[str, ...] = ()
+    tapped: bool = False  # llama.cpp passes the inputs of its layers to a draft head
     interleaved: bool = False  # llama.cpp stores the rows of q and k as pairs (i, i + D/2)
     pre_tokenizer: str = "unknown"  # for a file that names none: a key of `PRE_TOKENIZERS`
     # Rows of `schema` that not every family has, in the order in which they are written.
@@ -93,6 +94,7 @@ _OLMO: dict[str, Any] = dict(
 
 _QWEN35: dict[str, Any] = dict(
     apr=False,
+    tapped=True,
     gguf_biases="",
     activations=("silu", "swish"),  # in delta layers too
     qk_norm=True,
@@ -136,6 +138,7 @@ FAMILIES = {
         Family(
             "qwen3",
             "Qwen3ForCausalLM",
+            tapped=True,
             absent={"num_key_value_heads": 32},
             qk_norm=True,
             head_dim=128,
@@ -144,6 +147,7 @@ FAMILIES = {
         Family(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
+            tapped=True,
             absent={"num_key_value_heads": 4},
             qk_norm=True,
             gguf_name="qwen3moe",
@@ -164,6 +168,7 @@ FAMILIES = {
         Family(
             "llama",
             "LlamaForCausalLM",
+            tapped=True,
             gguf_biases="qkvo",
             gguf_divisors=("llama3", "longrope"),
             interleaved=True,
@@ -178,6 +183,7 @@ FAMILIES = {
         Family(
             "mistral",
             "MistralForCausalLM",
+            tapped=True,
             biases=False,
             gguf_biases="qkvo",
             absent={"num_key_value_heads": 8, "sliding_window": 4096},

@@ -41,9 +41,10 @@ from kdjax.models.decoding import (
 )
 from kdjax.models.draft_functions import DraftFunctions
 from kdjax.models.drafts import check_same_ids
+from kdjax.models.dspark import DSparkFunctions
 from kdjax.models.loading import load_params, shape_params
 from kdjax.models.shards import Spread, gather_shards, map_rows
-from kdjax.models.speculation import BlockWriter, DraftWriter
+from kdjax.models.speculation import BlockWriter, DraftWriter, HeadWriter
 from kdjax.models.summary import describe_arrays, make_table
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Scaled, decode_weight, hold_bits, to_bits, unembed
@@ -201,14 +202,14 @@ class Model:
     ) -> Iterator[Float[Array, "B ... D"]]:
         """Yields the hidden states of batches of host arrays, whose rows are split over the mesh.
 
-        `[B, T, D]`; with `drafts`, for a next-token block, what `draft_runs` returns.
+        `[B, T, D]`; with `drafts`, for a block or a head that drafts, what `draft_runs` returns.
         """
         options = None
         if self.placement is not None:
             options = sharding.compiler_options(self.placement.mesh)
         function: Any = self.functions.hidden
         if drafts:
-            assert isinstance(self.functions, DraftFunctions)
+            assert isinstance(self.functions, DraftFunctions | DSparkFunctions)
             function = functools.partial(self.functions.draft_runs, drafts=drafts)
         hidden = jax.jit(map_rows(function, self.spread), compiler_options=options)
         for batch in batches:
@@ -275,17 +276,24 @@ class Model:
         check_same_ids(self._known_tokenizer(), draft._known_tokenizer())
         params = self.params, draft.params
         sides = self.as_writer("generate"), draft.as_writer("draft")
-        kind = BlockWriter if isinstance(draft.functions, DraftFunctions) else DraftWriter
+        kind: type[DraftWriter] = DraftWriter
+        if isinstance(draft.functions, DraftFunctions):
+            kind = BlockWriter
+        if isinstance(draft.functions, DSparkFunctions):
+            kind = HeadWriter
         return kind.of(*sides, params, draft_tokens), params
 
     def as_writer(self, verb: str) -> StepWriter:
         """Functions that write an id a step; raises `UserError` for a model without a decoder."""
         if not isinstance(self.functions, DecoderFunctions):
             raise UserError(f"{self}: has no decoder to {verb} with.")
-        if verb != "draft" and isinstance(self.functions, DraftFunctions):
+        drafts = {DraftFunctions: "block", DSparkFunctions: "head"}
+        part = next((x for kind, x in drafts.items() if isinstance(self.functions, kind)), "")
+        if verb != "draft" and part:
             raise UserError(
-                f"{self.name}: found a block that drafts; expected a model to {verb} with. Give "
-                "the block to the model that it belongs to: model.generate(prompts, draft=block)."
+                f"{self.name}: found a {part} that drafts; expected a model to {verb} with. Give "
+                f"the {part} to the model that it belongs to: model.generate(prompts, "
+                f"draft={part})."
             )
         return StepWriter(self.functions, self.real_vocab, self.spread)
 

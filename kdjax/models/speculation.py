@@ -4,7 +4,7 @@ The output is the big model's: greedily the ids that it would write alone, at a 
 its distribution (Leviathan, Kalman, Matias 2023, arXiv:2211.17192; Chen et al. 2023,
 arXiv:2302.01318). Rows accept different numbers of drafts, so each continues at its position. Slots
 of the engine (`models.decoding`) advance by a `DraftWriter`, or by a `BlockWriter` if the big
-model's next-token block drafts.
+model's next-token block drafts, or a `HeadWriter` if a DSpark head does.
 
 Letters: B rows, K drafts a round, N = K + 1, V vocabulary.
 """
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from kdjax.device.sharding import ROW_AXES
 from kdjax.errors import UserError
 from kdjax.models.decode_weights import prepare_block
-from kdjax.models.decoder import Cache, Params, step_back
+from kdjax.models.decoder import Cache, Params, lay_out, step_back
 from kdjax.models.decoding import (
     STEPS,
     Drawn,
@@ -34,7 +34,9 @@ from kdjax.models.decoding import (
 )
 from kdjax.models.delta import DeltaInputs
 from kdjax.models.draft_functions import DraftFunctions, shift_states
+from kdjax.models.dspark import DSparkFunctions
 from kdjax.models.shards import Spread
+from kdjax.models.states import hidden_and_states
 from kdjax.models.weights import mask_padding, unembed
 
 MOST_DRAFTS = 64
@@ -149,8 +151,7 @@ class DraftWriter:
         keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, at)
         drafts, draft_logits, keep_first = self._draft(params[1], weights[1], slots, keys, sampling)
         read = jnp.concatenate([slots.last[:, None], drafts], axis=1)
-        extend = self.big.functions.extend
-        hidden, cache = extend(params[0], read, slots.places, slots.cache[0], layers)
+        hidden, cache, states = self._extend(params[0], read, slots, layers)
         logits = self._logits(hidden, head, self.big.real)
         accepted, following = judge(logits, draft_logits, drafts, keys, sampling)
         spec = self.big.functions.spec
@@ -167,7 +168,7 @@ class DraftWriter:
         before = jnp.take_along_axis(read, accepted[:, None], axis=1)[:, 0]
         added = Drawn(ids, _log_probs_of(logits, ids), told, jnp.where(slots.done, -1, accepted))
         slots = slots._replace(
-            cache=(cache, keep_first(accepted + 1, read, hidden)),
+            cache=(cache, keep_first(accepted + 1, read, states)),
             before=before,
             last=following,
             positions=slots.positions + accepted + 1,
@@ -175,6 +176,14 @@ class DraftWriter:
             done=slots.done | stopped | (drawn >= slots.limits),
         )
         return slots, added
+
+    def _extend(
+        self, params: Params, read: Array, slots: Slots, layers: Any
+    ) -> tuple[Array, Cache, Array]:
+        """Lets the big model read ids: hidden states, its cache, and states for the small model."""
+        extend = self.big.functions.extend
+        hidden, cache = extend(params, read, slots.places, slots.cache[0], layers)
+        return hidden, cache, hidden
 
     def _logits(self, hidden: Array, head: Array, real: int) -> Float[Array, "B N V"]:
         """Over the ids of the big model, -inf where there is none."""
@@ -187,7 +196,7 @@ class DraftWriter:
     ) -> tuple[Array, Array | None, Callable[[Array, Array, Array], Any]]:
         """Drafts `[B, K]`, and the logits `[B, K, V]` that they were drawn from.
 
-        Returns also a function of (lengths, ids that the big model read, its hidden states there):
+        Returns also a function of (lengths, ids that the big model read, its states there):
         the small model's cache for the next round, after the first `lengths` of the ids that the
         small model read. These are the id before the last, the last, and all drafts but one.
         """
@@ -304,6 +313,125 @@ class BlockWriter(DraftWriter):
             return kept, jnp.take_along_axis(states, lengths[:, None, None], axis=1)[None]
 
         return drafts, logits, keep_first
+
+
+class HeadWriter(DraftWriter):
+    """A model whose DSpark head drafts for it: `small` has the head among its parameters.
+
+    One pass of the head computes all slots of a block; then each slot's id is drawn, with the bias
+    by the one before. Ids that the model has read, rejected ones too, go into the head's keys and
+    values; a block sees those before its anchor alone. (llama.cpp's `draft-dspark`.)
+    """
+
+    @classmethod
+    def of(
+        cls, big: StepWriter, small: StepWriter, params: tuple[Params, Params], drafts: int
+    ) -> "DraftWriter":
+        """Raises `UserError` also for more drafts than the head's block has."""
+        assert isinstance(small.functions, DSparkFunctions)
+        if drafts > small.functions.shape.block:
+            raise UserError(
+                f"found {drafts} drafts a pass; expected 1 to {small.functions.shape.block}, the "
+                "slots of the head's block. Give fewer (--draft-tokens)."
+            )
+        return super().of(big, small, params, drafts)
+
+    @property
+    def own(self) -> DSparkFunctions:
+        """Functions of the head."""
+        assert isinstance(self.small.functions, DSparkFunctions)
+        return self.small.functions
+
+    def prepare(self, params: tuple[Params, Params]) -> Any:
+        """See `StepWriter.prepare`; the head's unembedding is the model's."""
+        return self.big.prepare(params[0]), self.own.head(params[1])
+
+    def open_cache(self, slots: int, capacity: int) -> tuple[Cache, Cache]:
+        """See `Writer`."""
+        spec, dtype = self.own.shape.spec, self.own.compute.dtype
+        shape = spec.num_layers, slots, spec.num_kv_heads, capacity, spec.head_dim
+        half = jnp.zeros(shape, dtype)
+        return self.big.open_cache(slots, capacity), Cache(half, half)
+
+    def read(
+        self, params: tuple[Params, Params], weights: Any, tokens: Array, lengths: Array
+    ) -> tuple[Cache, Cache]:
+        """See `Writer`; the prompt is read twice, the second time for the states."""
+        big, own = self.big.read(params[0], weights[0], tokens, lengths), self.own
+        at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        real = (at < lengths[:, None]).astype(jnp.int32)
+        names = own.shape.list_states()
+        _, taps = hidden_and_states(self.big.functions, params[0], tokens, real, at, names)
+        joined = jnp.concatenate([taps[name] for name in names], axis=-1)
+        kept = own.merge_head(params[1]).read_taps(joined, at)
+        return big, Cache(*(lay_out(x, tokens.shape[1]) for x in kept))
+
+    def _extend(
+        self, params: Params, read: Array, slots: Slots, layers: Any
+    ) -> tuple[Array, Cache, Array]:
+        tap = self.big.functions.extend_and_tap
+        hidden, cache, states = tap(params, read, slots.places, slots.cache[0], layers)
+        taps = [states[i] for i in self.own.shape.taps]
+        return hidden, cache, jnp.concatenate(taps, axis=-1)
+
+    def _draft(
+        self, params: Params, weights: Any, slots: Slots, keys: Any, sampling: Sampling
+    ) -> tuple[Array, Array | None, Callable[[Array, Array, Array], Any]]:
+        """Drafts as `DraftWriter._draft` returns them."""
+        own, start, cache = self.own, slots.places, slots.cache[1]
+        head, places = own.merge_head(params), jnp.arange(self.drafts, dtype=jnp.int32)[None]
+        masks = jnp.full((len(slots.last), self.drafts - 1), own.shape.mask, jnp.int32)
+        x = own.embed_tokens(params, jnp.concatenate([slots.last[:, None], masks], axis=1))
+        mix = functools.partial(own.mix_slots, cache, start)
+        states = head.run(x, start[:, None] + places, mix)
+        choose = functools.partial(self._choose, head=weights, sampling=sampling)
+
+        def step(last: Array, slot: tuple[Array, Array]) -> tuple[Array, Any]:
+            state, key = slot
+            before = head.markov[...][last].astype(state.dtype)
+            drawn = choose(jnp.concatenate([state, before], axis=-1)[:, None], key)
+            return drawn[0], drawn
+
+        slots_first = states.swapaxes(0, 1), keys[:, : self.drafts].swapaxes(0, 1)
+        _, drawn = jax.lax.scan(step, slots.last, slots_first)
+        drafts, logits = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
+
+        def keep_first(_: Array, read: Array, taps: Array) -> Cache:
+            at = start[:, None] + jnp.arange(read.shape[1], dtype=jnp.int32)[None]
+            return store_text(cache, start, *head.read_taps(taps, at))
+
+        return drafts, logits, keep_first
+
+
+def time_drafts(writer: HeadWriter, params: Params, place: int, passes: int) -> Callable[[], Array]:
+    """A function that drafts `passes` times after `place` positions of one row, for its time."""
+    spec, dtype = writer.own.shape.spec, writer.own.compute.dtype
+    shape = spec.num_layers, 1, spec.num_kv_heads, 2 * place, spec.head_dim
+    half, zero = jnp.zeros(shape, dtype), jnp.zeros((1,), jnp.int32)
+    fixed = dict(before=zero, positions=zero + place, drawn=zero, limits=zero + 1)
+    keys = jax.random.split(jax.random.key(0), (1, writer.drafts))
+    greedy = Sampling()
+
+    @jax.jit
+    def run(params: Params, head: Array) -> Array:
+        def draft(last: Array, _: None) -> tuple[Array, None]:
+            cache = None, Cache(half, half)
+            slots = Slots(cache, last=last, numbers=zero, done=zero > 0, **fixed)
+            return writer._draft(params, head, slots, keys, greedy)[0][:, -1], None
+
+        return jax.lax.scan(draft, zero, length=passes)[0]
+
+    return functools.partial(run, params, writer.own.head(params))
+
+
+def store_text(cache: Cache, start: Int[Array, " B"], keys: Array, values: Array) -> Cache:
+    """The cache with keys and values `[L, B, T, K, E]` from each row's place on."""
+
+    def place(kept: Array, new: Array) -> Array:
+        row = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2), (1, 1, 0), 1)
+        return row(kept, new.swapaxes(2, 3).astype(kept.dtype), start)
+
+    return Cache(place(cache.k, keys), place(cache.v, values))
 
 
 def _join_inputs(first: DeltaInputs, more: DeltaInputs) -> DeltaInputs:

@@ -1,0 +1,338 @@
+"""DSpark: a head that drafts a block of tokens in one pass, from inner states of its target.
+
+The target's states at a few layers (taps) become keys and values of the head's own layers; no token
+of the text is embedded again. A block begins at its anchor, the last token that is known, which the
+target has not read yet. The block holds embeddings of the anchor and of mask tokens; it sees
+the text before the anchor and all of itself. Slot k predicts the token k + 1 places after the
+anchor. The states go into the target's own head, and a low-rank bias by the token before (Markov
+head) is added to the logits: it is what lets a later slot know which token an earlier one drew.
+
+The files of llama.cpp's `draft-dspark`:
+
+- `general.architecture` is `dflash`; DFlash is the same head without the bias, whose slot k
+  predicts the token k places after the anchor.
+- `dflash.target_layers`: layers of the target whose inputs are read. An id that is the number of
+  layers is the state after the last one, before the final norm.
+- `dflash.block_size` slots, the anchor's included. A server that drafts fewer runs fewer slots.
+- `dflash.sample_from_anchor` true: slot 0 predicts. `dflash.has_confidence_head` false: a server
+  must run with `--spec-draft-p-min 0`. `tokenizer.ggml.mask_token_id`: the token of other slots.
+- A target of M-RoPE (qwen35) needs `dflash.rope.dimension_sections` [rotated / 2, 0, 0, 0].
+- `fc` joins the taps, `enc.output_norm` follows it; the layers are Qwen3's (normed queries and
+  keys, rotation of halves); norms are plain factors. `markov_w1` [V, r] has the embeddings of the
+  token before, `markov_w2` [V, r] the rows of the bias. `token_embd` and `output` are the target's.
+
+Sources: llama.cpp's src/models/dflash.cpp (`graph<true>`: fc and its norm; `graph<false>`: keys and
+values of the context are wk and wv of it, block attention without a causal mask;
+`build_dspark_markov_head`) and common/speculative.cpp (`common_speculative_impl_draft_dflash`:
+positions, slots, what a round reads). Training: vllm-project/speculators, models/dspark/core.py and
+models/dflash/attention.py (`create_anchor_block_mask_mod`).
+
+Letters: B rows, T positions, S context positions, D width, L layers, P taps, R rank, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kdjax.models.arch import ArchSpec, Layer
+from kdjax.models.attention import attend_blocks
+from kdjax.models.decoder import (
+    Block,
+    Cache,
+    Compute,
+    DecoderFunctions,
+    Linear,
+    Mix,
+    Params,
+    RMSNorm,
+    rotate,
+    take_layer,
+)
+from kdjax.models.ropes import Rope, rope_frequencies
+from kdjax.models.shards import gather_shards
+from kdjax.models.states import hidden_and_states
+
+HEAD = "dspark"  # the head's name among the parameters of its target
+MOST_TAPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkShape:
+    """Everything that fixes a head's shapes and arithmetic."""
+
+    spec: ArchSpec  # of the head's own layers; the target's vocabulary and width
+    taps: tuple[int, ...]  # layers of the target whose inputs it reads
+    block: int  # slots
+    rank: int  # of the bias by the token before
+    mask: int  # id of the token of all slots but the first
+
+    @property
+    def sizes(self) -> "HeadSizes":
+        """The sizes that were chosen."""
+        return HeadSizes(self.spec.num_layers, self.block, self.rank, self.mask, self.taps)
+
+    def list_states(self) -> list[str]:
+        """Names of the taps, for `states.hidden_and_states`."""
+        return [f"blocks/{tap - 1}" if tap else "embed" for tap in self.taps]
+
+
+def spread_taps(layers: int, count: int = MOST_TAPS) -> tuple[int, ...]:
+    """Layers to tap of a target of `layers`: evenly spread, without the first."""
+    last = max(1, layers - 1)
+    return tuple(sorted({1 + round(i * (last - 1) / max(1, count - 1)) for i in range(count)}))
+
+
+class HeadSizes(NamedTuple):
+    """Sizes that are chosen of a new head; its heads and widths are its target's."""
+
+    layers: int
+    slots: int
+    rank: int
+    mask: int  # an id
+    taps: tuple[int, ...]  # (): evenly spread
+
+    def shape(self, target: ArchSpec) -> DSparkShape:
+        """The shape of a head of these sizes; its MLP is dense, as wide as a token's experts."""
+        spec = ArchSpec(
+            family="qwen3",
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            layers=(Layer(Rope(target.rope_theta)),) * self.layers,
+            num_heads=target.num_heads,
+            num_kv_heads=target.num_kv_heads,
+            head_dim=target.head_dim,
+            mlp_size=target.mlp_width,
+            max_positions=target.max_positions,
+            rms_eps=target.rms_eps,
+            tied=True,
+            qkv_bias=False,
+            qk_norm=True,
+        )
+        taps = tuple(self.taps) or spread_taps(target.num_layers)
+        return DSparkShape(spec, taps, self.slots, self.rank, self.mask)
+
+
+class DSpark(nnx.Module):
+    """The head's own parameters: `fc` and its norm, layers, a norm, and the Markov head."""
+
+    def __init__(self, shape: DSparkShape, compute: Compute, rngs: nnx.Rngs):
+        spec, dtype = shape.spec, compute.param_dtype
+        width, table = spec.hidden_size, (spec.vocab_size, shape.rank)
+
+        def layer(rngs: nnx.Rngs) -> Block:
+            return Block(spec, compute, rngs)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(width, spec.rms_eps, dtype)
+
+        self.fc = Linear(len(shape.taps) * width, width, False, dtype, rngs)
+        self.fc_norm, self.norm = norm(), norm()
+        self.blocks = nnx.split_rngs(splits=spec.num_layers)(nnx.vmap(layer))(rngs)
+        # As speculators draws them, but the bias begins at zero.
+        self.markov = nnx.Param(jax.random.normal(rngs.params(), table, dtype))
+        self.bias = nnx.Param(jnp.zeros(table, dtype))
+        self.spec = spec
+
+    def _angles(self, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
+        inverse, factor = rope_frequencies(self.spec.rope, self.spec.head_dim)
+        angle = positions.astype(jnp.float32)[..., None, None] * inverse[None, None, None]
+        return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+    def _layers(self) -> list[Block]:
+        graph, stacked = nnx.split(self.blocks)
+        return [nnx.merge(graph, take_layer(stacked, i)) for i in range(self.spec.num_layers)]
+
+    def read_taps(
+        self, taps: Float[Array, "B S PD"], positions: Int[Array, "B S"]
+    ) -> tuple[Float[Array, "L B S K E"], Float[Array, "L B S K E"]]:
+        """Keys and values of a text in each layer, from the target's states there."""
+        rows = self.fc_norm(self.fc(taps.reshape(-1, taps.shape[-1])))
+        angles, found = self._angles(positions), []
+        for block in self._layers():
+            attn = block.attn
+            assert attn is not None and attn.k_norm is not None
+            k, v = (
+                x(rows).reshape(*positions.shape, -1, self.spec.head_dim) for x in (attn.k, attn.v)
+            )
+            found.append((rotate(attn.k_norm(k), *angles), v))
+        keys, values = zip(*found, strict=True)
+        return jnp.stack(keys), jnp.stack(values)
+
+    def run(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        mix: Callable[[int], Mix],
+    ) -> Float[Array, "B T D"]:
+        """Hidden states of slots from their embedded tokens; `mix(i)` attends in layer i."""
+        angles = self._angles(positions)
+
+        def turn(q: Array, k: Array) -> tuple[Array, Array]:
+            return rotate(q, *angles), rotate(k, *angles)
+
+        def recall(_: Any) -> Any:
+            raise TypeError("the layers of a head attend")
+
+        for number, block in enumerate(self._layers()):
+            x, _ = block(x, turn, mix(number), recall)
+        return self.norm(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkFunctions(DecoderFunctions):
+    """A target with its head, as a model for losses, which predicts as the head does.
+
+    Hidden states and unembedding have the columns of the target and of the Markov head, D + R: the
+    product is the sum of logits and bias.
+    """
+
+    shape: DSparkShape
+    own: nnx.GraphDef  # of the head
+
+    def merge(self, params: Params) -> Any:
+        """The target."""
+        return super().merge({name: x for name, x in params.items() if name != HEAD})
+
+    def merge_head(self, params: Params) -> DSpark:
+        """The head."""
+        return nnx.merge(self.own, gather_shards(params[HEAD]))
+
+    def hidden(
+        self, params: Params, tokens: Array, segment_ids: Array, positions: Array
+    ) -> Float[Array, "B T DR"]:
+        """States of blocks that lie side by side from the row's first token on."""
+        first = jnp.zeros(tokens.shape[:1], jnp.int32)
+        anchors = place_anchors(first, tokens.shape[1], self.shape.block)
+        return self.hidden_of_blocks(params, tokens, segment_ids, positions, anchors)
+
+    def hidden_of_blocks(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        anchors: Int[Array, "B T"],
+    ) -> Float[Array, "B T DR"]:
+        """States of blocks that lie side by side; `anchors` are the places where each's begins.
+
+        The state at place t predicts the token after t, as every model's does, from the target's
+        states before the anchor of t's block, the anchor's token, and, in the bias, token t. Slots
+        whose anchor is below 0 belong to no block: they mean nothing. The target gets no gradient.
+        """
+        columns = tokens, segment_ids, positions
+        _, text = self._read_text(params, *columns)
+        return self._run_slots(params, text, *columns, anchors)
+
+    def _read_text(self, params: Params, *columns: Array) -> tuple[Array, tuple[Array, Array]]:
+        """The target's hidden states, and the head's keys and values of the text."""
+        target = DecoderFunctions(self.graph, self.spec, self.compute)
+        others = {name: x for name, x in params.items() if name != HEAD}
+        hidden, taps = hidden_and_states(target, others, *columns, names=self.shape.list_states())
+        joined = jnp.concatenate([taps[name] for name in self.shape.list_states()], axis=-1)
+        joined = jax.lax.stop_gradient(joined)
+        return hidden, self.merge_head(params).read_taps(joined, columns[2])
+
+    def _run_slots(
+        self,
+        params: Params,
+        text: tuple[Array, Array],
+        tokens: Array,
+        segment_ids: Array,
+        positions: Array,
+        anchors: Array,
+    ) -> Array:
+        """States of slots, from keys and values of the text."""
+        head, at = self.merge_head(params), jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        keys, values = text
+        anchor = jnp.maximum(anchors, 0)
+        slots = jnp.take_along_axis(positions, anchor, axis=1) + at - anchor
+        ids = jnp.where(at == anchors, tokens, self.shape.mask)
+        x = jax.lax.stop_gradient(self.embed_tokens(params, ids))
+        documents = jnp.take_along_axis(segment_ids, anchor, axis=1)
+
+        def mix(layer: int) -> Mix:
+            def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+                pairs = (keys[layer], k), (values[layer], v)
+                scale = self.shape.spec.score_scale
+                return attend_blocks(q, *pairs, anchors, documents, segment_ids, scale=scale), None
+
+            return attend
+
+        states = head.run(x, slots, mix)
+        before = head.markov[...][tokens].astype(states.dtype)
+        return jnp.concatenate([states, before], axis=-1)
+
+    def draft_runs(
+        self, params: Params, tokens: Array, segment_ids: Array, positions: Array, drafts: int
+    ) -> Float[Array, "B N T DR"]:
+        """States of the target, then of each slot of a block; N is 1 + `drafts`.
+
+        Slot n at a token belongs to the block whose anchor lies n tokens before; the target's
+        states have zeros in place of the bias. See `DraftFunctions.draft_runs`.
+        """
+        columns, (rows, length) = (tokens, segment_ids, positions), tokens.shape
+        layers, text = self._read_text(params, *columns)
+
+        def tile(first: Array) -> Array:
+            anchors = place_anchors(jnp.full((rows,), first), length, self.shape.block)
+            return self._run_slots(params, text, *columns, anchors)
+
+        starts = jnp.arange(self.shape.block, dtype=jnp.int32)
+        tiled, at = jax.lax.map(tile, starts), jnp.arange(length)
+        slots = [tiled[(at - n) % self.shape.block, :, at].swapaxes(0, 1) for n in range(drafts)]
+        pad = slots[0].shape[-1] - layers.shape[-1]
+        layers = jnp.pad(layers, ((0, 0), (0, 0), (0, pad))).astype(slots[0].dtype)
+        return jnp.stack([layers, *slots], axis=1)
+
+    def mix_slots(self, cache: Cache, start: Int[Array, " B"], layer: int) -> Mix:
+        """Attention of slots to all of themselves and to what `cache` has before `start`."""
+        kept = (jnp.moveaxis(x[layer], 1, 2) for x in (cache.k, cache.v))
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+            anchors = jnp.broadcast_to(start[:, None], q.shape[:2])
+            text = jnp.ones(keys.shape[:2], jnp.int32)
+            pairs, documents = ((keys, k), (values, v)), jnp.ones_like(anchors)
+            scale = self.shape.spec.score_scale
+            return attend_blocks(q, *pairs, anchors, documents, text, scale=scale), None
+
+        keys, values = kept
+        return attend
+
+    def head(self, params: Params) -> Float[Array, "V DR"]:
+        """The target's unembedding, and in more columns the rows of the bias."""
+        target = super().merge({name: x for name, x in params.items() if name != HEAD})
+        unembedding = target.head_weight()
+        bias = gather_shards(params[HEAD]["bias"]).astype(unembedding.dtype)
+        return jnp.concatenate([unembedding, bias[: len(unembedding)]], axis=1)
+
+    def stored_head(self, params: Params) -> Array:
+        """See `head`."""
+        return self.head(params)
+
+    def head_parts(self, params: Params) -> list[str]:
+        """See `DecoderFunctions.head_parts`: the bias is part of it."""
+        return [*super().head_parts(params), HEAD]
+
+
+def place_anchors(first: Int[Array, " B"], length: int, block: int) -> Int[Array, "B T"]:
+    """Places of the anchors of blocks that lie side by side; a row's first one is at `first`."""
+    at = jnp.arange(length, dtype=jnp.int32)[None]
+    return at - (at - first[:, None]) % block
+
+
+@functools.lru_cache(maxsize=16)
+def trace_head(shape: DSparkShape, compute: Compute) -> tuple[Any, Params]:
+    """A head's graph and its parameters' shapes; allocates nothing."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: DSpark(shape, compute, nnx.Rngs(0))))
+    return graph, nnx.to_pure_dict(state)
+
+
+def draw_head(shape: DSparkShape, seed: int) -> Params:
+    """Random float32 parameters of a head."""
+    return nnx.to_pure_dict(nnx.state(DSpark(shape, Compute(), nnx.Rngs(seed))))
