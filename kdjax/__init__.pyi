@@ -3,6 +3,7 @@ from .data.pipeline import BatchSource as BatchSource
 from .errors import UserError as UserError
 from .export import export_gguf as export_gguf
 from .export import export_gguf_adapter as export_gguf_adapter
+from .export import export_head as export_head
 from .export import export_hf as export_hf
 from .export import export_peft as export_peft
 from .export.push import push_to_hub as push_to_hub
@@ -22,6 +23,8 @@ from .models.checkpoint import Checkpoint as Checkpoint
 from .models.checkpoint import open_checkpoint as open_checkpoint
 from .models.decoding import Completion as Completion
 from .models.decoding import Sampling as Sampling
+from .models.dspark_files import load_head as load_head
+from .models.dspark_files import make_head as make_head
 from .models.lora import add_lora as add_lora
 from .models.lora import merge_lora as merge_lora
 from .models.model import Model as Model
@@ -29,6 +32,7 @@ from .models.model import load as load
 from .models.nextn import take_block as take_block
 from .training.forms import Adapters as Adapters
 from .training.forms import DraftBlock as DraftBlock
+from .training.forms import DraftHead as DraftHead
 from .training.forms import Form as Form
 from .training.forms import Rounded as Rounded
 from .training.mixtures import Teachers as Teachers

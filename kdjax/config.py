@@ -53,6 +53,7 @@ def read_weights(word: str) -> str:
 OWN = "own:"  # prefix, in loss.divergence, of the name of a user-defined function
 OWN_BLOCK = "own"  # as student.block and --draft: the drafting block in the model's file
 NEW = "new"  # as student.block: a random one, in place of the file's
+DSPARK = "dspark"  # as student.block: a new head that reads inner states (`models.dspark`)
 SELF = "self"  # as teacher.path: the student's initial weights, frozen
 
 
@@ -79,6 +80,16 @@ class LoraConfig:
 
 
 @dataclasses.dataclass
+class DSparkConfig:
+    """The head of `student.block=dspark`."""
+
+    layers: int = 2  # of the head itself
+    slots: int = 7  # tokens that a pass of the head drafts
+    rank: int = 256  # of the bias by the token before
+    decay: float = 4.0  # a slot's loss weighs exp(-k / decay), k slots after the first
+
+
+@dataclasses.dataclass
 class StudentConfig:
     """The student; its weights are float32 masters for any train.compute_dtype."""
 
@@ -89,8 +100,9 @@ class StudentConfig:
     imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix that weights rounding errors
     head: str = "auto"  # auto | tied | untied; auto: as the header says, or one matrix in GGUF
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
-    block: str = ""  # own | new: train the drafting block (MTP) for teacher.path=self; "": no
+    block: str = ""  # own | new (MTP) | dspark: train what drafts, for teacher.path=self; "": no
     later_drafts: str = ""  # weights of a pass's drafts after the first, such as 0.6,0.35; "": none
+    dspark: DSparkConfig = field(default_factory=DSparkConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -593,9 +605,13 @@ _RULES: dict[str, _Rule] = {
     "student.head": _choice("auto", "tied", "untied"),
     "student.remat": _choice("auto", "none", "dots", "full"),
     "student.block": (
-        (lambda v: v in ("", OWN_BLOCK, NEW)),
-        "empty, or one of own (the file's) and new (drawn by train.seed)",
+        (lambda v: v in ("", OWN_BLOCK, NEW, DSPARK)),
+        "empty, or one of own (the file's), new and dspark (both drawn by train.seed)",
     ),
+    "student.dspark.layers": _POSITIVE,
+    "student.dspark.slots": ((lambda v: 1 <= v <= 64), "between 1 and 64"),
+    "student.dspark.rank": _POSITIVE,
+    "student.dspark.decay": _POSITIVE,
     "student.later_drafts": (
         _is_read_by(split_drafts),
         f"empty, or at most {MOST_LATER} numbers above 0, such as 0.6,0.35 for three drafts a pass",
@@ -733,7 +749,12 @@ CONFLICTS = (
     Conflict("optim.trainable", "", {"student.block": _SET}, _DRAFTS),
     Conflict("rollout.prompts", "", {"student.block": _SET}, _DRAFTS),
     Conflict("mesh.tensor", 1, {"student.block": _SET}, _DRAFTS),
-    Conflict("student.block", _SET, {"student.later_drafts": _SET}, "a block drafts them"),
+    Conflict(
+        "student.block",
+        _choice(OWN_BLOCK, NEW),
+        {"student.later_drafts": _SET},
+        "a block drafts them",
+    ),
     Conflict(
         "student.init", "checkpoint", {"teacher.path": SELF}, "the teacher is the student's file"
     ),

@@ -26,8 +26,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kdjax.config import (
+    DSPARK,
     NEW,
     OWN_BLOCK,
+    DSparkConfig,
     LoraConfig,
     StudentConfig,
     check_drafts,
@@ -40,7 +42,7 @@ from kdjax.formats.blocks import Scales, decode_fields, encode_fields, fit_rows,
 from kdjax.formats.imatrix import read_importance
 from kdjax.formats.kquants import WEIGHED
 from kdjax.formats.recipes import parts_by_type
-from kdjax.formats.saved import BLOCK, LORA
+from kdjax.formats.saved import BLOCK, LORA, SPARK
 from kdjax.models.adapters import (
     Lora,
     add_change,
@@ -54,6 +56,16 @@ from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
 from kdjax.models.draft_functions import DraftFunctions, draw_block, shape_block
+from kdjax.models.dspark import (
+    HEAD,
+    DSparkFunctions,
+    DSparkShape,
+    HeadSizes,
+    draw_head,
+    place_anchors,
+    trace_head,
+)
+from kdjax.models.dspark_files import attach_head, check_tapped, choose_mask
 from kdjax.models.lora import read_numbers
 from kdjax.models.mixture import Mixture
 from kdjax.models.model import Model, attach_adapters, load_model
@@ -78,6 +90,7 @@ class Form:
     # Whether a student differs from its file before the first step, so that the file may teach it.
     differs: ClassVar[bool] = False
     writes: ClassVar[bool] = True  # whether the trained student generates text
+    beside: ClassVar[bool] = False  # whether the teacher's arrays are its base, in a run
     # For a run's plan: the name of the masters; whether embedding and head get no gradient;
     # whether matrices get none either, so that the backward pass goes through their adapters.
     title: ClassVar[str] = "student, float32 masters"
@@ -148,12 +161,16 @@ class Form:
         meshes = [x.mesh for x in jax.tree.leaves(seen) if isinstance(x, NamedSharding)]
         return jax.tree.map(lambda _: NamedSharding(meshes[0], P()), kept)
 
-    def run(self, student: ModelFunctions, params: Params, *columns: Array) -> Runs:
-        """Hidden states of the student, and of its `later` predictions of the tokens: here none.
+    def mark(self, batch: dict[str, Array], step: Array | None) -> dict[str, Array]:
+        """Returns the batch with the form's own columns and weights: here as it is.
 
-        `columns` are tokens, segment ids and positions `[B, T]`.
+        `step` is the number of optimizer steps done; None in an evaluation.
         """
-        return student.hidden(params, *columns), ()
+        return batch
+
+    def run(self, student: ModelFunctions, params: Params, batch: Mapping[str, Array]) -> Runs:
+        """Hidden states of the student, and of its `later` predictions of the tokens: here none."""
+        return student.hidden(params, *list_columns(batch)), ()
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
         """Chooses the dtype in which devices exchange float32 matrices; None: float32.
@@ -234,6 +251,11 @@ class Form:
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """FLOP a token of the student; `trained` is the share of bytes that have a gradient."""
         return (2 + trained) * spec.forward_flops(length)
+
+
+def list_columns(batch: Mapping[str, Array]) -> tuple[Array, Array, Array]:
+    """Tokens, segment ids and positions `[B, T]`, as models take them."""
+    return batch["tokens"], batch["segment_ids"], batch["positions"]
 
 
 PLAIN = Form()
@@ -469,7 +491,56 @@ class MergedAdapters(Adapters):
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftBlock(Form):
+class _Drafting(Form):
+    """Trains what drafts for a frozen model, `part` of its parameters; all else is the base.
+
+    A teacher that shares the base's arrays is the model that it drafts for.
+    """
+
+    part: ClassVar[str] = ""
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "extra": "it reads layers, and all of a block's stay as they are"
+    }
+    differs: ClassVar[bool] = True
+    writes: ClassVar[bool] = False
+    beside: ClassVar[bool] = True
+    freezes: ClassVar[bool] = True
+    casts: ClassVar[bool] = False
+
+    def masters(self, params: Params) -> Params:
+        """Selects the part."""
+        return {self.part: params[self.part]}
+
+    def base(self, params: Params) -> Params:
+        """Selects everything but the part."""
+        return {name: x for name, x in params.items() if name != self.part}
+
+    def join(self, base: Params, masters: Params) -> Params:
+        """Joins base and part; no array is copied."""
+        return {**base, **masters}
+
+    def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
+        """Lists all paths of the base."""
+        return frozenset(list_paths(base))
+
+    def learns(self, params: Params) -> bool:
+        """True: the layers' predictions do not depend on what drafts."""
+        return True
+
+    def see(self, base: Params, kept: Kept, masters: Params) -> Params:
+        """Returns the base with the part; no array is copied."""
+        return self.join(base, masters)
+
+    def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
+        """Returns None: float32 arrays of a base are scales, which devices exchange unrounded."""
+
+    def choose_remat(self, remat: str) -> str:
+        """Returns `none`: a block is one layer, a head a few."""
+        return "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftBlock(_Drafting):
     """Trains the drafting block (MTP) of a student (`kdjax.take_block`); all else is the base.
 
     A teacher that shares the base's arrays is the model that the block drafts for. Such a student
@@ -481,14 +552,8 @@ class DraftBlock(Form):
     # draft reads the block's state of the draft before, as it does in use. (): the first alone.
     later: tuple[float, ...] = ()  # type: ignore[misc]
 
-    conflicts: ClassVar[Mapping[str, str]] = {
-        "extra": "it reads layers, and all of a block's stay as they are"
-    }
-    differs: ClassVar[bool] = True
-    writes: ClassVar[bool] = False
+    part: ClassVar[str] = "mtp"
     title: ClassVar[str] = "the block that drafts, float32"
-    freezes: ClassVar[bool] = True
-    casts: ClassVar[bool] = False
 
     @property
     def record(self) -> dict[str, Any]:
@@ -508,44 +573,17 @@ class DraftBlock(Form):
             )
         return self
 
-    def masters(self, params: Params) -> Params:
-        """Selects the block."""
-        return {"mtp": params["mtp"]}
-
-    def base(self, params: Params) -> Params:
-        """Selects everything but the block."""
-        return {name: x for name, x in params.items() if name != "mtp"}
-
-    def join(self, base: Params, masters: Params) -> Params:
-        """Joins base and block; no array is copied."""
-        return {**base, **masters}
-
-    def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """Lists all paths of the base."""
-        return frozenset(list_paths(base))
-
-    def learns(self, params: Params) -> bool:
-        """True: the layers' predictions do not depend on the block."""
-        return True
-
-    def see(self, base: Params, kept: Kept, masters: Params) -> Params:
-        """Returns the base with the block; no array is copied."""
-        return self.join(base, masters)
-
-    def run(self, student: ModelFunctions, params: Params, *columns: Array) -> Runs:
+    def run(self, student: ModelFunctions, params: Params, batch: Mapping[str, Array]) -> Runs:
         """Hidden states of the first draft at each token, and of the later drafts of passes.
 
         Draft n + 1 at a token belongs to the pass that began n tokens before it.
         """
         if not self.later:
-            return super().run(student, params, *columns)
+            return super().run(student, params, batch)
         assert isinstance(student, DraftFunctions)
-        drafts = student.draft_runs(params, *columns, drafts=1 + len(self.later))
+        drafts = student.draft_runs(params, *list_columns(batch), drafts=1 + len(self.later))
         _, first, *later = jnp.moveaxis(drafts, 1, 0)
         return first, tuple(later)
-
-    def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """Returns None: float32 arrays of a base are scales, which devices exchange unrounded."""
 
     def open(self, student: Checkpoint) -> Checkpoint:
         """Returns the student with its block, or a new one; raises `UserError` if it has none."""
@@ -566,10 +604,6 @@ class DraftBlock(Form):
         _log.info("student: the block that drafts, with the teacher's arrays")
         return attach_block(shared, student.spec, {"mtp": shape_block(student.spec)})
 
-    def choose_remat(self, remat: str) -> str:
-        """Returns `none`: the block is one layer."""
-        return "none"
-
     def list_backward(self, spec: ArchSpec) -> ArchSpec:
         """Returns the architecture with the one layer of the block, for each draft of a pass."""
         attends = next(layer for layer in spec.layers if not layer.delta)
@@ -585,6 +619,122 @@ class DraftBlock(Form):
         scores = 2.0 * spec.num_heads * spec.head_dim * length
         block = 3 * (2.0 * products + scores) + 2.0 * spec.vocab_size * spec.hidden_size
         return spec.forward_flops(length) + block * (1 + len(self.later))
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftHead(_Drafting):
+    """Trains the DSpark head of a student (`kdjax.make_head`); all else is the base.
+
+    In each step the blocks of a row lie side by side from a place on that is drawn anew, so that
+    each token is predicted by one slot. A slot has no weight if its block's anchor is in another
+    document or in no answer, or if the row's end cuts the block: a server's are complete.
+    Others weigh exp(-k / `decay`), k slots after the anchor (DFlash), in training only. Such a
+    student has this form by default.
+    """
+
+    decay: float = 4.0
+    block: int = 0  # slots, the student's, once settled
+    asked: DSparkConfig | None = dataclasses.field(default=None, compare=False)  # a run's settings
+    sizes: HeadSizes | None = None  # the student's, once settled
+
+    part: ClassVar[str] = HEAD
+    title: ClassVar[str] = "the head that drafts, float32"
+    freezes: ClassVar[bool] = False  # the bias of the Markov head gets one
+
+    def settle(self, student: Model) -> "DraftHead":
+        """Takes the head's slots; raises `UserError` for a student without a head."""
+        if not isinstance(student.functions, DSparkFunctions):
+            raise UserError(
+                f"{student.name}: found no head that drafts and form=DraftHead(); expected a "
+                "student of kdjax.make_head."
+            )
+        if not self.decay > 0:
+            raise UserError(f"found decay={self.decay}; expected a number above 0.")
+        shape = student.functions.shape
+        return dataclasses.replace(self, block=shape.block, sizes=shape.sizes)
+
+    def mark(self, batch: dict[str, Array], step: Array | None) -> dict[str, Array]:
+        """Adds the places of `anchors`, int32 `[B, T]`, and weighs slots."""
+        rows, length = batch["tokens"].shape
+        first = jnp.zeros((rows,), jnp.int32)
+        if step is not None:
+            key = jax.random.fold_in(jax.random.key(0), step)
+            first = jax.random.randint(key, (rows,), 0, self.block, jnp.int32)
+        anchors = place_anchors(first, length, self.block)
+        weights, segments = batch["weights"], batch["segment_ids"]
+        # Whether a place's token is part of an answer: it was a label with a weight.
+        told = (weights[:, :-1] != 0) & (segments[:, :-1] == segments[:, 1:])
+        told = jnp.pad(told, ((0, 0), (1, 0)))
+        at = jnp.maximum(anchors, 0)
+        whole = (anchors >= 0) & (anchors <= length - self.block)
+        begins = jnp.take_along_axis(told, at, axis=1) & whole
+        inside = begins & (jnp.take_along_axis(segments, at, axis=1) == segments)
+        if step is not None:
+            slots = jnp.arange(length, dtype=jnp.int32)[None] - anchors
+            weights = weights * jnp.exp(-slots.astype(jnp.float32) / self.decay)
+        return batch | {"anchors": anchors, "weights": jnp.where(inside, weights, 0)}
+
+    def run(self, student: ModelFunctions, params: Params, batch: Mapping[str, Array]) -> Runs:
+        """Hidden states of the slots at each token."""
+        assert isinstance(student, DSparkFunctions)
+        columns = list_columns(batch)
+        return student.hidden_of_blocks(params, *columns, anchors=batch["anchors"]), ()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The head's sizes, for `formats.saved`."""
+        assert self.sizes is not None
+        return {SPARK: self.sizes._asdict()}
+
+    def open(self, student: Checkpoint) -> Checkpoint:
+        """Returns the student; raises `UserError` for one that such a head cannot draft for."""
+        if student.adapters is not None:
+            raise UserError(
+                f"{student}: found adapters and student.block={DSPARK!r}; expected a model without "
+                "them. Merge them first (kdjax export --format=gguf)."
+            )
+        check_tapped(student.spec, student)
+        return student
+
+    def shape(self, student: Checkpoint) -> DSparkShape:
+        """The shape of the head that the config describes."""
+        asked = self.asked
+        assert asked is not None
+        mask = choose_mask(student.tokenizer)
+        sizes = HeadSizes(asked.layers, asked.slots, asked.rank, mask, ())
+        return sizes.shape(student.spec)
+
+    def draw(self, student: Checkpoint, seed: int) -> Params:
+        """Draws a new head."""
+        return {HEAD: draw_head(self.shape(student), seed)}
+
+    def shapes(self, student: Checkpoint) -> Params:
+        """Shapes of the head."""
+        return {HEAD: trace_head(self.shape(student), Compute())[1]}
+
+    def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
+        """Makes a model of the teacher's arrays, with shapes of the head."""
+        assert shared is not None
+        _log.info("student: a head that drafts, with the teacher's arrays")
+        return attach_head(shared, self.shape(student), self.shapes(student))
+
+    def list_backward(self, spec: ArchSpec) -> ArchSpec:
+        """Returns the architecture with the layers of the head, each of which attends."""
+        attends = next(layer for layer in spec.layers if not layer.delta)
+        count = self.asked.layers if self.asked is not None else 1
+        return dataclasses.replace(
+            spec, layers=(attends,) * count, delta_key_heads=0, delta_value_heads=0, drafts=0
+        )
+
+    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
+        """Counts the target without its head, the draft head both ways, and both unembeddings."""
+        assert self.asked is not None
+        shape = HeadSizes(self.asked.layers, self.asked.slots, self.asked.rank, 0, ()).shape(spec)
+        flat = _flatten(trace_head(shape, Compute())[1])
+        products = sum(x.size for path, x in flat.items() if path[0] in ("fc", "blocks"))
+        scores = 4.0 * shape.spec.num_heads * shape.spec.head_dim * length * shape.spec.num_layers
+        logits = 2.0 * spec.vocab_size * (spec.hidden_size + 2 * shape.rank)
+        return spec.forward_flops(length) + 3 * (2.0 * products + scores) + logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -835,11 +985,15 @@ def choose_form(form: Form | None, student: Model) -> Form:
         form = Adapters()
     if form is PLAIN and isinstance(student.functions, DraftFunctions):
         form = DraftBlock()
+    if form is PLAIN and isinstance(student.functions, DSparkFunctions):
+        form = DraftHead()
     return form.settle(student)
 
 
 def form_of(student: StudentConfig) -> Form:
     """Returns the form that a config requests, before a student settles it."""
+    if student.block == DSPARK:
+        return DraftHead(decay=student.dspark.decay, asked=student.dspark)
     if student.block:
         return DraftBlock(new=student.block == NEW, later=split_drafts(student.later_drafts))
     if not student.quantize:

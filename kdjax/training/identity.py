@@ -69,6 +69,7 @@ _SCHEDULE = {
 }
 # Sections without effect while this field of theirs is empty.
 _SWITCHES = {"rollout.": "rollout.prompts", "student.lora.": "student.lora.rank"}
+_SWITCHES |= {"student.dspark.": "student.block"}
 # Fields that a round of answers has under other names (number of rows, prompts), and fields that
 # caches have under other names, or never had.
 _ROUNDS = {"rollout.share", "rollout.prompt_tokens"}

@@ -134,7 +134,7 @@ def shares_base(config: Config, pair: Pair, kind: TeacherKind) -> bool:
     """Whether a frozen student and its teacher share their arrays on the devices."""
     teacher, base, form = pair.teacher, pair.student.base, form_of(config.student)
     if not form.weights:  # a block that drafts trains next to its teacher's own layers
-        return form.freezes
+        return form.beside
     if teacher is None or teacher.adapters is not None or not kind.runs:
         return False
     files = [[path.resolve() for path in x.table.paths] for x in (teacher, base)]

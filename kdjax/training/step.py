@@ -210,7 +210,7 @@ def _run_both(
     running = RunningTeacher(spec.teacher, teacher)
     columns = batch["tokens"], batch["segment_ids"], batch["positions"]
     if not spec.extra:
-        hidden, later = spec.form.run(spec.student, params, *columns)
+        hidden, later = spec.form.run(spec.student, params, batch)
         student = hidden, spec.student.head(params)
         if not later:
             return student, running, None, None
@@ -337,6 +337,7 @@ def kd_step(
     if spec.schedules is not None:
         batch = batch | _read_schedules(spec.schedules, state.step, batch)
     form, kept = spec.form, getattr(state, "kept", None)
+    batch = form.mark(batch, state.step)
     seen = form.see(base, kept, state.params)  # once a step, whatever microbatches and remat repeat
     extra = getattr(state, "extra", None)
     grads, sums, count = kd_gradients(_join(seen, extra), teacher, batch, spec)
@@ -397,6 +398,7 @@ def eval_step(
         sums = spec.kind.sum_evaluation(student, running, batch, spec.head)
         return sums if extra is None else ExtraSums(sums, extra, total)
 
+    batch = spec.form.mark(batch, None)
     return _sum_over_devices(sum_evaluation, spec, lambda _: P())(params, teacher, batch)
 
 
@@ -461,9 +463,7 @@ def _is_head_frozen(student: ModelFunctions, params: Params, frozen: frozenset[s
     """Whether the head of a decoder, its embedding if they are one, gets no gradient."""
     if not isinstance(student, DecoderFunctions):  # names of a custom module say nothing
         return False
-    head = {name: params[name] for name in ("head", "embed") if name in params}
-    first = dict([next(iter(head.items()))]) if head else {}
-    paths = list_paths(first)
+    paths = list_paths({name: params[name] for name in student.head_parts(params)})
     return bool(paths) and frozen.issuperset(paths)
 
 
