@@ -10,7 +10,8 @@ the draft is trained on its answers, or on the text of --data, towards what MODE
 variation, which is the share of its drafts that the model rejects. The layers stay as they are, bit
 for bit. (Rates of delta layers are stored as logarithms; they stay so if they were bfloat16, as in
 published models, else they may change in the last bit.) For a model without a block --new begins
-one. --kind=small trains a small model of the same vocabulary.
+one. --kind=dspark trains a head that reads inner states of MODEL and drafts several tokens in one
+pass, for llama.cpp's draft-dspark. --kind=small trains a small model of the same vocabulary.
 
 The parts: answers, training, export, proof. Each is stored next to --out, and the same command goes
 on from there. The training is a run of `kdjax train`: --config.FIELD=VALUE sets any other field.
@@ -39,23 +40,31 @@ from kdjax.commands.parsing import (
     override,
 )
 from kdjax.commands.train import ENDS, carry_out, check_workdir
-from kdjax.config import NEW, OWN_BLOCK, SELF, Config, validate
+from kdjax.config import DSPARK, NEW, OWN_BLOCK, SELF, Config, validate
 from kdjax.device import cluster, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import drafting
+from kdjax.evaluation.drafting import open_head
 from kdjax.evaluation.target import Target, open_target
 from kdjax.export import export_gguf
 from kdjax.export.formats import GGUF_TYPES
+from kdjax.export.heads import HEAD_TYPES, export_head
 from kdjax.export.staging import check_target, stage
 from kdjax.formats.blocks import ENCODED
 from kdjax.formats.files import make_place
 from kdjax.formats.saved import read_receipt
 from kdjax.models.checkpoint import Checkpoint, ModelArgument, open_checkpoint, open_step
 from kdjax.models.drafts import check_same_ids, warn_if_refused
+from kdjax.models.dspark_files import check_tapped, load_saved_head
 from kdjax.models.nextn import find_block, pack_block, take_block
 from kdjax.training.inputs import prepare
 
 _JUDGED = 128  # ids of each answer that judges the draft
+
+
+# A draft model, None if inner states of the model draft; the model; what drafts with them, None for
+# the model's own block.
+_Opened = tuple[Target | None, Target, drafting.OwnDraft | None]
 
 
 class _Block:
@@ -63,6 +72,7 @@ class _Block:
 
     rate: ClassVar[float] = 3e-4
     types: ClassVar[Sequence[str]] = tuple(x.lower() for x in ENCODED)
+    type: ClassVar[str] = "q8_0"
 
     def check_flags(self, args: argparse.Namespace) -> None:
         """Raises `UserError` for flags that this kind does not take."""
@@ -86,9 +96,9 @@ class _Block:
         block = take_block(read_model(checkpoint))
         export_gguf(pack_block(block, args.type.upper()), file, overwrite=True)
 
-    def open(self, args: argparse.Namespace, file: Path) -> tuple[Target | None, Target]:
-        """Opens the draft, None for the model's own block, and the model."""
-        return None, open_target(str(file) + _form(args.model))
+    def open(self, args: argparse.Namespace, file: Path) -> _Opened:
+        """Opens the model, whose own block drafts."""
+        return None, open_target(str(file) + _form(args.model)), None
 
     def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
         """Commands that use the file."""
@@ -99,11 +109,57 @@ class _Block:
         ]
 
 
+class _Head:
+    """A DSpark head, which reads inner states of MODEL."""
+
+    rate: ClassVar[float] = 6e-4
+    types: ClassVar[Sequence[str]] = HEAD_TYPES
+    type: ClassVar[str] = "f16"
+
+    def check_flags(self, args: argparse.Namespace) -> None:
+        """Raises `UserError` for flags that this kind does not take."""
+        for flag, name in ((args.draft, "--draft"), (args.new, "--new")):
+            if flag:
+                raise UserError(f"{name} has no meaning with --kind=dspark: leave it out.")
+
+    def check_models(self, args: argparse.Namespace) -> None:
+        """Raises `UserError` for models that this kind does not take."""
+        served = open_checkpoint(_served(args))
+        check_tapped(served.spec, served)
+
+    def fill(self, config: Config, args: argparse.Namespace) -> None:
+        """Sets what trains, and how."""
+        config.teacher.path, config.student.path = SELF, _served(args)
+        config.student.block = DSPARK
+        config.loss.divergence, config.loss.alpha = "total_variation", 0.1
+        config.optim.final_learning_rate = args.learning_rate / 10
+
+    def write(self, args: argparse.Namespace, checkpoint: Checkpoint, file: Path) -> None:
+        """Writes the trained head."""
+        head = load_saved_head(read_model(checkpoint))
+        export_head(head, file, dtype=args.type.lower(), overwrite=True)
+
+    def open(self, args: argparse.Namespace, file: Path) -> _Opened:
+        """Opens the model, and what drafts for it."""
+        served = open_target(_served(args) + _form(args.model))
+        return None, served, open_head(file, served.checkpoint)
+
+    def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
+        """Commands that use the file."""
+        served, out = (shlex.quote(str(x)) for x in (_served(args), args.out))
+        return [
+            f"  llama-server -m {served} -md {out} --spec-type draft-dspark "
+            f"--spec-draft-n-max {drafts} --spec-draft-p-min 0",
+            f"  kdjax generate {served} --draft={out} --draft-tokens={drafts} --prompt='def '",
+        ]
+
+
 class _Small:
     """A small model of the same vocabulary."""
 
     rate: ClassVar[float] = 2e-5
     types: ClassVar[Sequence[str]] = GGUF_TYPES
+    type: ClassVar[str] = "q8_0"
 
     def check_flags(self, args: argparse.Namespace) -> None:
         """Raises `UserError` for flags that this kind does not take."""
@@ -128,10 +184,10 @@ class _Small:
         """Writes the trained model."""
         export_gguf(read_model(checkpoint), file, dtype=args.type.lower(), overwrite=True)
 
-    def open(self, args: argparse.Namespace, file: Path) -> tuple[Target | None, Target]:
+    def open(self, args: argparse.Namespace, file: Path) -> _Opened:
         """Opens the draft and the model."""
         form = _form(args.model)
-        return open_target(str(file) + form), open_target(_served(args) + form)
+        return open_target(str(file) + form), open_target(_served(args) + form), None
 
     def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
         """Commands that use the file."""
@@ -143,7 +199,7 @@ class _Small:
         ]
 
 
-_KINDS = {"mtp": _Block(), "small": _Small()}
+_KINDS = {"mtp": _Block(), "dspark": _Head(), "small": _Small()}
 
 
 def _served(args: argparse.Namespace) -> str:
@@ -159,7 +215,8 @@ def _parser() -> Parser:
     parser = Parser("draft", __doc__, *ENDS)
     add = parser.add_argument
     add("model", metavar="MODEL", help="the served file, with @FORM (default: @packed)")
-    text = "mtp: the block of MODEL's own file; small: a separate model, of --draft"
+    text = "mtp: the block of MODEL's own file; dspark: a head that reads its inner states; small: "
+    text += "a separate model, of --draft"
     add("--kind", choices=_KINDS, default="mtp", help=text)
     add("--draft", default="", metavar="FILE", help="with --kind=small: the model to train")
     read = parser.add_mutually_exclusive_group()
@@ -176,8 +233,9 @@ def _parser() -> Parser:
     add("--steps", type=int, default=1000, help="optimizer steps (%(default)s)")
     add("--batch-size", type=int, default=8, help="rows a step (%(default)s)")
     add("--seq-len", type=int, default=512, help="positions a row (%(default)s)")
-    add("--learning-rate", type=float, help="at its peak; default: 3e-4 for mtp, 2e-5 for small")
-    add("--type", default="q8_0", help="block type of the draft's matrices (%(default)s)")
+    add("--learning-rate", type=float, help="at its peak; default: 3e-4 for mtp, 6e-4, 2e-5")
+    text = "block type of the draft's matrices; default: f16 for dspark, else q8_0"
+    add("--type", help=text)
     add("--new", action="store_true", help="begin a new block, drawn by --seed")
     add("--seed", type=int, default=0, help="of the order of rows, and of a new block")
     add("--rows", type=int, default=16, help="held-out texts that judge it; 0: none (%(default)s)")
@@ -213,6 +271,7 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     kind = _KINDS[args.kind]
+    args.type = args.type or kind.type
     if args.type.lower() not in kind.types:
         known = ", ".join(x.upper() for x in kind.types)
         raise UserError(f"found --type={args.type}; expected one of {known}.")
@@ -287,7 +346,7 @@ def _judge(run: RunCommand, checkpoint: Checkpoint, file: Path) -> tuple[int, li
     Returns the best number of drafts a pass, and lines that say what it saves.
     """
     args = run.options
-    draft, served = _KINDS[args.kind].open(args, file)
+    draft, served, own = _KINDS[args.kind].open(args, file)
     rows = prepare(run.config.data, checkpoint.tokenizer).heldout
     prompts = drafting.begin_rows(rows, args.rows)
     found = drafting.measure(
@@ -298,6 +357,7 @@ def _judge(run: RunCommand, checkpoint: Checkpoint, file: Path) -> tuple[int, li
         new_tokens=min(_JUDGED, args.max_tokens),
         batch_size=len(prompts),
         seed=args.seed,
+        own=own,
     )
     rules: Mapping[str, Any] = found["domains"]["held out"]
     best = rules["greedy"]["best"] or 3

@@ -60,8 +60,8 @@ from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, ModelArgument
 from kdjax.models.decoding import Sampling, find_room
 from kdjax.models.drafts import warn_if_refused
+from kdjax.models.dspark_files import is_head
 from kdjax.models.model import Model
-from kdjax.models.nextn import find_block
 
 _log = logging.getLogger("kdjax")
 OTHER = "target"  # value of --draft: the target drafts for the teacher
@@ -84,8 +84,9 @@ def parser() -> Parser:
     add_fields_flag(add)
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
     draft = "measure instead the target as a draft for --teacher: --rows prompts of --data, "
-    draft += "which the teacher continues; own: its drafting block as a draft for the target"
-    add("--draft", nargs="?", const=OTHER, choices=(OTHER, OWN_BLOCK), default="", help=draft)
+    draft += "which the teacher continues; own: its drafting block as a draft for the target; a "
+    draft += "GGUF file: a DSpark head for it"
+    add("--draft", nargs="?", const=OTHER, default="", metavar="WHAT", help=draft)
     ratio = "a pass of the draft, in passes of the teacher; default: measured here, on one row"
     add("--cost-ratio", type=float, metavar="C", help=ratio)
     add("--rows", type=int, default=64, help="rows of each domain, at most")
@@ -157,8 +158,15 @@ def check(args: argparse.Namespace) -> Request:
         raise UserError("--teacher is compared on text: name some with --data=PATHS.")
     if args.draft == OTHER and not args.teacher:
         raise UserError("--draft: name the model that it is to draft for with --teacher=PATH.")
-    if args.draft == OWN_BLOCK and (args.teacher or not args.data):
-        raise UserError("--draft=own: the target drafts for itself: give --data and no --teacher.")
+    own = args.draft not in ("", OTHER)
+    if own and args.draft != OWN_BLOCK and not is_head(Path(args.draft)):
+        raise UserError(
+            f"--draft={args.draft}: expected {OTHER}, {OWN_BLOCK}, or the GGUF file of a head."
+        )
+    if own and (args.teacher or not args.data):
+        raise UserError(
+            f"--draft={args.draft}: the target drafts for itself: give --data and no --teacher."
+        )
     if args.draft and args.parse_special:
         raise UserError("--parse-special has no meaning with --draft: leave it out.")
     if args.cost_ratio is not None and not (args.draft and 0 < args.cost_ratio < math.inf):
@@ -316,6 +324,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
                 batch_size=args.batch_size,
                 cost_ratio=args.cost_ratio,
                 seed=args.seed,
+                own=None if teacher else drafting.find_own(args.draft, target.checkpoint),
             )
 
 
@@ -414,8 +423,8 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
     if teacher is not None:
         share = heldout.shared_spec if args.draft else heldout.shared_vocabulary
         share(checkpoint, teacher)
-    if args.draft == OWN_BLOCK:
-        find_block(checkpoint.spec, checkpoint, new=False)
+    if args.draft and teacher is None:
+        drafting.find_own(args.draft, checkpoint)
     most = checkpoint.spec.max_positions
     # A draft's rows are as long as prompts and answers.
     for name, one in {"model": checkpoint, "teacher": teacher or checkpoint}.items():

@@ -29,10 +29,10 @@ from kdjax.commands.parsing import (
 from kdjax.config import OWN_BLOCK
 from kdjax.device import sharding
 from kdjax.errors import FINISHED, PEER_LOST, UserError, reporting
+from kdjax.evaluation import drafting
 from kdjax.evaluation.target import open_target
 from kdjax.models.decoding import Sampling
 from kdjax.models.drafts import warn_if_refused
-from kdjax.models.nextn import find_block, take_block
 
 
 class Stream:
@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         "--draft",
         default="",
         metavar="SMALL",
-        help=f"a model that drafts, in any of these forms, or {OWN_BLOCK}: the block in its file",
+        help=f"a model that drafts, in any of these forms, a DSpark head for MODEL (GGUF), or "
+        f"{OWN_BLOCK}: the block in its file",
     )
     add("--draft-tokens", type=int, metavar="N", help="drafted a pass (5), with --draft")
     add_cluster_flags(parser)
@@ -79,7 +80,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.draft_tokens is not None and not args.draft:
         parser.error(f"--draft-tokens={args.draft_tokens} needs --draft")
     check_least(args, draft_tokens=1)
-    args.draft_tokens = args.draft_tokens or 5
     log_to_terminal(logging.WARNING)  # standard output is for the text
     with started(args):
         if jax.process_index() == 0:
@@ -102,7 +102,8 @@ def _read_prompt(asked: str) -> str:
 
 def _write_text(args: argparse.Namespace) -> int:
     target = open_target(args.model, args.student, args.tokenizer)
-    other = args.draft if args.draft != OWN_BLOCK else ""
+    own = drafting.find_own(args.draft, target.checkpoint)
+    other = args.draft if own is None else ""
     small = open_target(other, fallback=args.tokenizer) if other else None
     if small is not None:
         warn_if_refused(target.checkpoint, small.checkpoint)
@@ -125,12 +126,12 @@ def _write_text(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     sampling.check()
-    if args.draft == OWN_BLOCK:
-        find_block(target.checkpoint.spec, target.checkpoint, new=False)
     mesh = sharding.make_local_mesh(1)
     model, draft = target.load(mesh), small.load(mesh) if small else None
-    if args.draft == OWN_BLOCK:
-        draft = take_block(model)
+    if own is not None:
+        draft = own.attach(model)
+    most = own.most if own is not None else 5
+    args.draft_tokens = args.draft_tokens or min(5, most)
     begun = time.monotonic()
     stream = Stream(args.stop)
     (completion,) = model.generate(

@@ -7,9 +7,11 @@ drafts of every pass: nothing is simulated. A drafting block of a model's file d
 state after the first draft of a pass, so its probabilities differ by place in the pass.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from kdjax.config import OWN_BLOCK
 from kdjax.data import pipeline
 from kdjax.data.fields import NAMED, Fields
 from kdjax.data.rows import COLUMNS, Rows
@@ -26,11 +29,15 @@ from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec
 from kdjax.evaluation.target import Target
+from kdjax.formats import open_table
+from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoding import pad_length
 from kdjax.models.draft_functions import DraftFunctions
+from kdjax.models.dspark import DSparkFunctions
+from kdjax.models.dspark_files import is_head, load_head, read_shape
 from kdjax.models.model import Model
-from kdjax.models.nextn import take_block
-from kdjax.models.speculation import BlockWriter
+from kdjax.models.nextn import find_block, take_block
+from kdjax.models.speculation import BlockWriter, HeadWriter, time_drafts
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import unembed
 
@@ -58,6 +65,32 @@ class Costs(NamedTuple):
 
     draft: float  # the draft's pass over one token
     more: float = 0.0  # each additional token in a pass of the teacher
+    once: float = 0.0  # of a head that drafts a block in one pass: this pass; `draft` is then 0
+
+
+class OwnDraft(NamedTuple):
+    """A block or head that drafts with inner states of the teacher."""
+
+    attach: Callable[[Model], Model]  # makes it of the loaded teacher
+    most: int  # drafts a pass
+
+
+def find_own(draft: str, served: Checkpoint) -> OwnDraft | None:
+    """Finds the block or head that `--draft` names; None if it names another model.
+
+    Raises `UserError` for a model without a block, and for a head of another model.
+    """
+    if draft == OWN_BLOCK:
+        find_block(served.spec, served, new=False)
+        return OwnDraft(take_block, MOST_OWN)
+    path = Path(draft)
+    return open_head(path, served) if is_head(path) else None
+
+
+def open_head(path: Path, served: Checkpoint) -> OwnDraft:
+    """A file's head as what drafts for a model; raises `UserError` for a head of another one."""
+    shape = read_shape(open_table(path), served.spec)
+    return OwnDraft(functools.partial(load_head, path), shape.block)
 
 
 def count_blocks(chances: np.ndarray, lengths: np.ndarray, drafts: int) -> tuple[float, float]:
@@ -94,7 +127,7 @@ def independent(chance: float, drafts: int) -> float:
 
 def speed_up(accepted: float, drafts: int, costs: Costs) -> float:
     """Speed-up: tokens in the time of one plain token, for `accepted` of `drafts` a pass."""
-    return (accepted + 1) / (1 + drafts * (costs.draft + costs.more))
+    return (accepted + 1) / (1 + costs.once + drafts * (costs.draft + costs.more))
 
 
 def choose_prompts(
@@ -259,10 +292,27 @@ def time_pass(model: Model, tokens: int) -> float:
         else:
             weights, before = writer.prepare(model.params), None
             cache = writer.open_cache(1, 2 * least)
-        seconds = []
+        call = functools.partial(run, model.params, weights, new, at, cache, before)
+        return _time(call, model)
+
+
+def time_block(model: Model) -> float:
+    """Median seconds of a pass of a head that drafts, of one row: all slots, and their ids."""
+    functions = model.functions
+    assert isinstance(functions, DSparkFunctions)
+    writer, params = model.as_writer("draft"), (model.params, model.params)
+    pair = HeadWriter.of(writer, writer, params, functions.shape.block)
+    assert isinstance(pair, HeadWriter)
+    return _time(time_drafts(pair, model.params, pad_length(1), _PASSES), model)
+
+
+def _time(run: Callable[[], Any], model: Model) -> float:
+    """Median seconds of one of the passes that a call runs."""
+    seconds = []
+    with model.precision():
         for _ in range(8):
             begun = time.perf_counter()
-            jax.block_until_ready(run(model.params, weights, new, at, cache, before))
+            jax.block_until_ready(run())
             seconds.append((time.perf_counter() - begun) / _PASSES)
     return float(np.median(seconds[2:]))
 
@@ -311,12 +361,13 @@ def measure(
     batch_size: int,
     cost_ratio: float | None = None,
     seed: int = 0,
+    own: OwnDraft | None = None,
 ) -> dict[str, Any]:
     """Measures 1 to 16 drafts a pass by domain and rule, and the best number; JSON-able.
 
     `prompts` come from `read_prompts`, for the same number of new tokens. At T = 1 `seed` decides
     the draws; `batch_size` rows are written and read at once. Without a `draft` the teacher's
-    drafting block drafts, 1 to 8 a pass.
+    `own` drafts, by default its drafting block, 1 to 8 a pass.
     Costs are measured on this device, on one row, unless `cost_ratio` is the cost of a draft's pass
     in passes of the teacher; a teacher's pass over several tokens then costs as much as one over
     one token. Raises `UserError` for models that do not go together.
@@ -331,16 +382,21 @@ def measure(
         for name, part in parts.items()
     ]
     batches = [batch for text in texts for batch in text.batches]
+    own = own or OwnDraft(take_block, MOST_OWN)
     if draft is None:
-        values = iter(compare_own(teacher, mesh, batches, spec, size, MOST_OWN))
+        values = iter(compare_own(teacher, mesh, batches, spec, size, own.most, own.attach))
     else:
         values = iter([one] for one in compare(draft, teacher, mesh, batches, spec, size))
     read = [[next(values) for _ in text.batches] for text in texts]
     costs = Costs(cost_ratio or 0.0)
     if seconds is not None:
         one, several = seconds
-        model = draft.load(mesh) if draft else take_block(teacher.load(mesh))
-        costs = Costs(time_pass(model, 1) / one, (several - one) / one / (_SEVERAL - 1))
+        model = draft.load(mesh) if draft else own.attach(teacher.load(mesh))
+        more = (several - one) / one / (_SEVERAL - 1)
+        if isinstance(model.functions, DSparkFunctions):
+            costs = Costs(0.0, more, time_block(model) / one)
+        else:
+            costs = Costs(time_pass(model, 1) / one, more)
     figures = count_saved(texts, read, costs)
     return {"costs": costs._asdict() | {"measured": cost_ratio is None}, "domains": figures}
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +52,7 @@ from kdjax.losses.shared import SharedIds, take_positions
 from kdjax.losses.top_ids import keep_top_k, top_k
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.kernels.common import EXCLUDED
+from kdjax.models.model import Model
 from kdjax.models.nextn import take_block
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.progress import counted
@@ -306,16 +307,18 @@ def compare_own(
     spec: HeadSpec,
     size: int,
     drafts: int,
+    attach: Callable[[Model], Model] = take_block,
 ) -> list[list[Values]]:
     """Compares a model's drafting block with the model, as `compare` does two models.
 
+    `attach` makes the block, or a head, of the model.
     For each batch, yields the figures of the first draft of a pass at every position, then of the
     second, and so on up to `drafts`.
     """
     mine, found = cluster.share(batches), []
     compute = jax.jit(functools.partial(position_values, spec=spec))
     with _precision(target):
-        block = take_block(target.load(mesh))
+        block = attach(target.load(mesh))
         head = jax.block_until_ready(jax.jit(block.functions.head)(block.params))
         states = block.hidden_states(mine, drafts=drafts)
         for batch, read in zip(mine, states, strict=True):

@@ -52,7 +52,8 @@ if settings["draft"]:
         params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
     else:
         draft.mparams.path = settings["draft"]
-        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        kind = "COMMON_SPECULATIVE_TYPE_DRAFT_" + settings["kind"].upper()
+        params.speculative.types = [getattr(kinds, kind)]
 server = xllamacpp.Server(params)
 print("ADDRESS", server.listening_address, flush=True)
 sys.stdin.read()
@@ -64,6 +65,7 @@ def serve(
     model: Path,
     *,
     draft: str | Path = "",
+    kind: str = "simple",
     most: int = 1,
     slots: int = 2,
     positions: int = 256,
@@ -71,10 +73,12 @@ def serve(
 ) -> Iterator[str]:
     """The address of a llama.cpp server of a GGUF file, on the CPU; it ends with the context.
 
-    `draft` is a file whose model drafts at most `most` ids a pass, or "own", the file's own block.
+    `draft` is a file whose model drafts at most `most` ids a pass, or "own", the file's own block;
+    `kind` is the file's, `simple` or `dspark`.
     Raises `UserError` with the end of its log if it does not begin.
     """
     settings = dict(model=str(model), draft=str(draft), most=most, slots=slots)
+    settings["kind"] = kind
     settings |= dict(positions=positions, threads=threads)
     command = [sys.executable, "-c", _SERVER, json.dumps(settings)]
     with tempfile.TemporaryFile("w+") as log:

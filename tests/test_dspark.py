@@ -1,0 +1,351 @@
+"""The head that drafts (DSpark): computed, trained, written, read, and judged by llama.cpp."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from scipy.special import log_softmax, softmax
+
+import kdjax
+from kdjax.errors import UserError
+from kdjax.export.heads import export_head
+from kdjax.models.dspark import place_anchors, spread_taps
+from kdjax.models.dspark_files import load_head, make_head
+from kdjax.training.forms import DraftHead
+from scripts.bench.synthetic import QWEN3_SHAPES, write_random_gguf
+from scripts.checks import llama_answers
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+NONE = dict(experts=0, experts_used=0, expert_ffn=0)
+SHAPE = QWEN3_SHAPES["tiny-experts"]._replace(hidden=128, ffn=256, rows=305, tied=True, **NONE)
+SLOTS, RANK = 4, 8
+PROMPTS = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in (24, 2, 9)]
+NEW = dict(max_tokens=30, stop_ids=())
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A model whose layers change little, so that a head can guess what it says."""
+    folder = tmp_path_factory.mktemp("dspark")
+    write_random_gguf(folder / "random.gguf", SHAPE, recipe="f32")
+    model = kdjax.load(folder / "random.gguf", dtype="float32")
+    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
+    for key in flat:
+        if {"o", "down"} & set(key[-2:]):
+            flat[key] *= 0.3
+    kdjax.export_gguf(model.replace(params=unflatten_dict(flat)), folder / "m.gguf", dtype="f32")
+    return folder / "m.gguf"
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return kdjax.load(path, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def head(model):
+    """A head whose bias is that of random numbers; its norms are no ones."""
+    made = make_head(model, seed=1, layers=2, slots=SLOTS, rank=RANK)
+    draw = np.random.default_rng(0)
+    flat: dict[tuple[str, ...], Any] = flatten_dict(made.params["dspark"])
+    for key, x in flat.items():
+        if any("norm" in part for part in key):
+            flat[key] = jnp.asarray(draw.uniform(0.5, 1.5, x.shape), jnp.float32)
+    flat["bias",] = jnp.asarray(0.2 * draw.normal(size=flat["bias",].shape), jnp.float32)
+    return made.replace(params={**made.params, "dspark": unflatten_dict(flat)})
+
+
+def norm(x, weight):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
+
+
+def rotate(x, positions):
+    """The halves (i, i + E / 2) of heads `[T, H, E]`."""
+    half = x.shape[-1] // 2
+    angle = np.asarray(positions)[:, None] / 1e6 ** (np.arange(half) / half)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layers(functions, params, row):
+    at, decoder = jnp.arange(64, dtype=jnp.int32)[None], functions.merge(params)
+    hidden, layers = decoder.hidden_and_layers(row, jnp.ones_like(row), at, keep_layers=True)
+    return hidden, jnp.concatenate([decoder.embed_tokens(row)[None], layers])
+
+
+def read_taps(model, head, tokens):
+    """Inputs of the tapped layers `[T, P D]` and the last hidden states `[T, D]` of one text."""
+    row = np.zeros((1, 64), np.int32)
+    row[0, : len(tokens)] = tokens
+    hidden, inputs = _run_layers(model.functions, model.params, jnp.asarray(row))
+    taps = [np.asarray(inputs)[i, 0, : len(tokens)] for i in head.functions.shape.taps]
+    return np.concatenate(taps, axis=-1).astype(np.float64), np.asarray(hidden, np.float64)[0]
+
+
+def run_block(model, head, taps, anchor, known, slots=SLOTS):
+    """Logits `[slots, V]` of a block in NumPy; `taps` are of the text before its anchor token.
+
+    `known` are the tokens before each slot's prediction, the anchor's own first.
+    """
+    flat: dict[tuple[str, ...], Any] = flatten_dict(head.params["dspark"])
+    w = {"/".join(k).removesuffix("/weight"): np.asarray(x, np.float64) for k, x in flat.items()}
+    spec, place = head.functions.shape.spec, len(taps)
+    heads, groups, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    embed = np.asarray(model.params["embed"], np.float64)
+    text = norm(taps @ w["fc"].T, w["fc_norm"])
+    x = embed[[anchor] + [head.functions.shape.mask] * (slots - 1)]
+    places = place + np.arange(slots)
+    for i in range(spec.num_layers):
+        own = {k.removeprefix("blocks/"): v[i] for k, v in w.items() if k.startswith("blocks/")}
+
+        def project(y, name, own=own):
+            matrix = own[f"attn/{name}"]
+            return (y @ matrix.T).reshape(len(y), len(matrix) // width, width)
+
+        y = norm(x, own["attn_norm"])
+        q = rotate(norm(project(y, "q"), own["attn/q_norm"]), places)
+        before = rotate(norm(project(text, "k"), own["attn/k_norm"]), np.arange(place))
+        inside = rotate(norm(project(y, "k"), own["attn/k_norm"]), places)
+        k = np.concatenate([before, inside])
+        v = np.concatenate([project(text, "v"), project(y, "v")])
+        out = np.zeros_like(q)
+        for number in range(heads):
+            group = number * groups // heads
+            weights = softmax(q[:, number] @ k[:, group].T / np.sqrt(width), axis=-1)
+            out[:, number] = weights @ v[:, group]
+        x = x + out.reshape(slots, -1) @ own["attn/o"].T
+        y = norm(x, own["mlp_norm"])
+        gate = y @ own["mlp/gate"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ own["mlp/up"].T)) @ own["mlp/down"].T
+    logits = norm(x, w["norm"]) @ embed[: model.real_vocab].T
+    return logits + w["markov"][known] @ w["bias"][: model.real_vocab].T
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_blocks(functions, params, *columns):
+    states = functions.hidden_of_blocks(params, *columns)[0]
+    return (states @ functions.head(params).T)[:, : SHAPE.rows]
+
+
+def test_the_head_computes_its_formula_within_documents(model, head):
+    """Blocks of two documents of a row: each sees its own text before its anchor, and no more."""
+    texts = PROMPTS[0], PROMPTS[2]
+    rows = np.asarray([[*texts[0], *texts[1]]], np.int32)
+    ids = np.repeat([1, 2], [24, 9])[None].astype(np.int32)
+    at = np.concatenate([np.arange(24), np.arange(9)])[None].astype(np.int32)
+    for first in (0, 2):
+        anchors = place_anchors(jnp.asarray([first]), 33, SLOTS)
+        columns = (jnp.asarray(x) for x in (rows, ids, at))
+        found = np.asarray(_run_blocks(head.functions, head.params, *columns, anchors))
+        checked = 0
+        for text, start in zip(texts, (0, 24), strict=True):
+            taps, _ = read_taps(model, head, text)
+            for anchor in range((first - start) % SLOTS, len(text) - SLOTS + 1, SLOTS):
+                known = text[anchor : anchor + SLOTS]
+                expected = run_block(model, head, taps[:anchor], text[anchor], known)
+                begin = start + anchor
+                np.testing.assert_allclose(found[begin : begin + SLOTS], expected, atol=5e-5)
+                checked += 1
+        assert checked >= 6
+
+
+def test_weights_are_of_blocks_in_answers_and_one_document():
+    """A slot counts if its anchor's token was answered and lies in its own document."""
+    form = DraftHead(block=4, decay=2.0)
+    segments = np.repeat([1, 2, 0], [7, 6, 3])[None]
+    weights = np.asarray([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]], np.float32)
+    batch = {
+        "tokens": jnp.zeros((1, 16), jnp.int32),
+        "segment_ids": jnp.asarray(segments, jnp.int32),
+        "weights": jnp.asarray(weights),
+    }
+    marked = form.mark(batch, None)
+    np.testing.assert_array_equal(marked["anchors"][0], np.arange(16) // 4 * 4)
+    # The anchors 0 and 8 are tokens of prompts; of 4's block, place 7 is in another document.
+    expected = [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    np.testing.assert_array_equal(marked["weights"][0], expected)
+    firsts = set()
+    for step in range(40):
+        marked = form.mark(batch, jnp.int32(step))
+        anchors, found = np.asarray(marked["anchors"][0]), np.asarray(marked["weights"][0])
+        firsts.add(int(anchors[3]))
+        for t in np.flatnonzero(found):
+            a = anchors[t]
+            assert a >= 1 and segments[0, a - 1] == segments[0, a] == segments[0, t]
+            assert weights[0, a - 1] == 1 and found[t] == pytest.approx(np.exp((a - t) / 2))
+    assert firsts == {0, 1, 2, 3}
+
+
+def sum_losses(model, head, texts, first, weights):
+    """The loss of blocks in float64, summed over the slots of two documents in a row."""
+    embed, total, start = np.asarray(model.params["embed"], np.float64), 0.0, 0
+    for text in texts:
+        taps, states = read_taps(model, head, text)
+        for anchor in range((first - start) % SLOTS, len(text) - 1, SLOTS):
+            slots = np.arange(min(SLOTS, len(text) - 1 - anchor))
+            known = (text[anchor:] + [0] * SLOTS)[:SLOTS]
+            said = run_block(model, head, taps[:anchor], text[anchor], known)[slots]
+            target = softmax(states[anchor + slots] @ embed[: model.real_vocab].T, axis=-1)
+            ce = -log_softmax(said, axis=-1)[slots, np.asarray(text)[anchor + slots + 1]]
+            tv = np.abs(softmax(said, axis=-1) - target).sum(-1) / 2
+            own = weights[start + anchor + slots]
+            total += np.sum(own * (0.1 * ce + 0.9 * tv))
+        start += len(text) - 1
+    return total
+
+
+@pytest.mark.slow
+def test_the_step_minimises_the_loss_of_its_blocks(model, head):
+    """Its loss and its gradient are those of float64 blocks, each of its own text."""
+    texts = PROMPTS[0][:14], PROMPTS[2]
+    batch = {
+        "tokens": np.asarray([[*texts[0][:-1], *texts[1][:-1]]]),
+        "labels": np.asarray([[*texts[0][1:], *texts[1][1:]]]),
+        "segment_ids": np.repeat([1, 2], [13, 8])[None],
+        "positions": np.concatenate([np.arange(13), np.arange(8)])[None],
+        "weights": np.ones((1, 21), np.float32),
+    }
+    step = kdjax.make_step(
+        head, model, kdjax.KDLoss(kdjax.total_variation, alpha=0.1), optax.sgd(1.0)
+    )
+    assert isinstance(step.spec.form, DraftHead)
+    state = step.init(head.params)
+    assert set(state.params) == {"dspark"}
+    marked = step.spec.form.mark({name: jnp.asarray(x) for name, x in batch.items()}, jnp.int32(0))
+    weights = np.asarray(marked["weights"][0], np.float64)
+    first = int(marked["anchors"][0, -1]) % SLOTS
+    count = np.count_nonzero(weights)
+    assert count > 8
+    began: dict[tuple[str, ...], Any] = flatten_dict({"dspark": head.params["dspark"]})
+    state, metrics = step(state, model.params, batch)
+
+    def value(params):
+        whole = head.replace(params={**head.params, **unflatten_dict(params)})
+        return sum_losses(model, whole, texts, first, weights) / count
+
+    assert metrics.means()["loss"] == pytest.approx(value(began), abs=1e-5)
+    moved: dict[tuple[str, ...], Any] = flatten_dict(state.params)
+    draw = np.random.default_rng(0)
+    for part in ("fc", "blocks", "markov", "bias", "norm"):
+        way = {key: draw.normal(size=x.shape) * (key[1] == part) for key, x in began.items()}
+        ends = (
+            {key: np.asarray(x, np.float64) + far * way[key] for key, x in began.items()}
+            for far in (1e-5, -1e-5)
+        )
+        up, down = map(value, ends)
+        found = sum(np.sum((began[key] - moved[key]) * way[key]) for key in began)
+        assert found == pytest.approx((up - down) / 2e-5, rel=2e-3, abs=2e-6), part
+
+
+def draft_by_hand(model, head, prompt, count):
+    """Greedy rounds over whole texts, read anew each time: the text, passes, accepted drafts."""
+    ids, passes, kept = list(prompt), 0, 0
+    embed = np.asarray(model.params["embed"], np.float64)[: model.real_vocab]
+    while len(ids) < len(prompt) + count:
+        taps, _ = read_taps(model, head, ids)
+        known: list[int] = [ids[-1]]
+        for slot in range(SLOTS):
+            filled = known + [0] * (SLOTS - len(known))
+            logits = run_block(model, head, taps[:-1], ids[-1], filled)
+            known.append(int(logits[slot].argmax()))
+        drafted = ids + known[1:]
+        told = (read_taps(model, head, drafted)[1][: len(drafted)] @ embed.T).argmax(-1)
+        told = told.tolist()[len(ids) - 1 :]
+        same = [a == b for a, b in zip(known[1:], told, strict=False)]
+        accepted = [*same, False].index(False)
+        passes, kept = passes + 1, kept + accepted
+        ids += told[: accepted + 1]
+    return ids[len(prompt) : len(prompt) + count], passes, kept
+
+
+@pytest.fixture(scope="module")
+def learned(model, head):
+    """The head after some steps on the model's own texts."""
+    answers = model.generate(PROMPTS, max_tokens=40, stop_ids=())
+    rows = np.asarray([(p + a.ids)[-33:] for p, a in zip(PROMPTS, answers, strict=True)])
+    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    step = kdjax.make_step(
+        head, model, kdjax.KDLoss(kdjax.total_variation, alpha=0.1), optax.adam(3e-3)
+    )
+    state = step.init(head.params)
+    for _ in range(60):
+        state, _ = step(state, model.params, batch)
+    return head.replace(params=step.see(state))
+
+
+@pytest.mark.slow
+def test_the_head_drafts_and_the_text_stays(model, learned):
+    """Texts, passes and accepted drafts are those of whole texts read anew; slots are refilled."""
+    how = dict(draft=learned, draft_tokens=SLOTS, batch_size=2)
+    found = model.generate(PROMPTS, **how, **NEW)
+    plain = model.generate(PROMPTS, **NEW)
+    for prompt, answer, alone in zip(PROMPTS, found, plain, strict=True):
+        ids, *counts = draft_by_hand(model, learned, prompt, 30)
+        assert answer.ids == ids == alone.ids and [*answer.drafted] == counts
+    assert sum(answer.drafted.accepted for answer in found) > 20
+
+
+@pytest.mark.slow
+def test_llama_cpp_accepts_as_many(path, model, learned, tmp_path):
+    """Its `draft-dspark`, from the second id on: it draws the first from the prompt's pass."""
+    pytest.importorskip("xllamacpp")
+    export_head(learned, tmp_path / "h.gguf", dtype="f32")
+    asked = dict(n_predict=30, temperature=0.0, ignore_eos=True, cache_prompt=False)
+    served = dict(draft=tmp_path / "h.gguf", kind="dspark", most=SLOTS)
+    with llama_answers.serve(path, **served) as url:
+        answers = [
+            llama_answers.ask(url, "/completion", asked | dict(prompt=prompt, return_tokens=True))
+            for prompt in PROMPTS
+        ]
+    how = dict(draft=learned, draft_tokens=SLOTS, max_tokens=29, stop_ids=())
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
+        ids = answer["tokens"]
+        ours = model.generate([prompt + ids[:1]], **how)[0]
+        assert ours.ids == ids[1:]
+        # It drafts no further than the answer goes; of the last round kdjax counts all.
+        rounds = 29 - accepted
+        assert SLOTS * (rounds - 2) <= drafted <= SLOTS * rounds
+        assert 0 <= ours.drafted.accepted - accepted <= SLOTS
+
+
+def test_files_keep_the_head(model, head, tmp_path):
+    export_head(head, tmp_path / "h.gguf", dtype="f32")
+    read = load_head(tmp_path / "h.gguf", model)
+    assert read.functions.shape == head.functions.shape
+    ours, theirs = (flatten_dict(x.params["dspark"]) for x in (head, read))
+    assert ours.keys() == theirs.keys()
+    for key, x in ours.items():
+        np.testing.assert_array_equal(theirs[key], x)
+    export_head(head, tmp_path / "half.gguf")
+    half = load_head(tmp_path / "half.gguf", model)
+    found = half.params["dspark"]["fc"]["weight"]
+    np.testing.assert_array_equal(found, head.params["dspark"]["fc"]["weight"].astype("float16"))
+
+
+def test_taps_are_spread_without_the_first():
+    assert spread_taps(28) == (1, 7, 14, 21, 27) and spread_taps(1) == (1,)
+    assert spread_taps(4) == (1, 2, 3)
+
+
+def test_what_is_no_head_is_refused(models, model, head, path):
+    with pytest.raises(UserError, match=r"found a qwen2 model; expected one of qwen3, .*llama"):
+        make_head(kdjax.load(models / "student.gguf", dtype="float32"))
+    with pytest.raises(UserError, match="found a head that drafts; expected a model to generate"):
+        head.generate(PROMPTS[:1], max_tokens=2)
+    with pytest.raises(UserError, match=r"found 5 drafts a pass; expected 1 to 4"):
+        model.generate(PROMPTS[:1], draft=head, draft_tokens=5, max_tokens=2)
+    with pytest.raises(UserError, match=r"found architecture 'qwen3'; expected 'dflash'"):
+        load_head(path, model)
+    with pytest.raises(UserError, match=r"found no head that drafts and form=DraftHead"):
+        kdjax.make_step(
+            model, model, kdjax.KDLoss(kdjax.total_variation), optax.sgd(1.0), form=DraftHead()
+        )

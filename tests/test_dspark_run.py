@@ -1,0 +1,113 @@
+"""Runs that train a head that drafts (DSpark): resumed bit for bit, as a command, its file used."""
+
+import json
+import re
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_tiny_config
+from resuming import assert_goes_on, finish
+from test_dspark import SHAPE
+from test_run import Recorder, go, saved
+
+from kdjax.commands import draft, evaluate, generate
+from kdjax.config import DSPARK, SELF
+from kdjax.formats import open_table
+from kdjax.formats.saved import SavedTable
+from kdjax.training.job import assemble
+from kdjax.watch.verify import verify
+from scripts.bench.synthetic import write_random_gguf
+
+pytestmark = pytest.mark.usefixtures("two_devices")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A file in blocks."""
+    path = tmp_path_factory.mktemp("served") / "m.gguf"
+    write_random_gguf(path, SHAPE, recipe="q8_0")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(models, tmp_path_factory, served):
+    """A finished run: its config, workdir, job and recorder."""
+    folder = tmp_path_factory.mktemp("head")
+    config = make_tiny_config(models, folder)
+    config.teacher.path, config.student.path, config.student.block = SELF, str(served), DSPARK
+    config.teacher.weights, config.teacher.param_dtype = "packed", "float32"
+    config.loss.divergence, config.loss.temperature = "total_variation", 1.0
+    config.loss.alpha, config.optim.learning_rate = 0.1, 3e-3
+    config.train.steps, config.eval.every, config.checkpoint.every = 4, 0, 0
+    config.student.dspark.layers, config.student.dspark.rank = 1, 8
+    return finish(config, folder)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_for_bit_and_saves_the_head_alone(run, tmp_path):
+    figures = assert_goes_on(run, tmp_path / "parts", stop_at=2)
+    assert figures[1]["acceptance"] > figures[0]["acceptance"]
+    assert {name.partition("/")[0] for name in SavedTable(run[1], 4)} == {DSPARK}
+
+
+@pytest.mark.slow
+def test_devices_that_share_weights_train_alike(run, tmp_path):
+    config, workdir, one, recorder = run
+    with mock.patch.multiple(config.mesh, data=4, fsdp=2):
+        ours, job = Recorder(), assemble(config, tmp_path / "run")
+        assert go(config, tmp_path / "run", ours, job=job) == "finished"
+    for a, b in zip(ours.curve(), recorder.curve(), strict=True):
+        assert a[2]["loss"] == pytest.approx(b[2]["loss"], rel=1e-4)
+    (_, ours), (_, theirs) = saved(job, tmp_path / "run"), saved(one, workdir)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), ours.params, theirs.params
+    )
+
+
+@pytest.mark.slow
+def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys):
+    """The other commands take its file, and count as many accepted drafts as it said."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.py").write_text(f"def f{i}(x):\n    return x * {i}\n" * 8)
+    out = tmp_path / "o.gguf"
+    how = [str(served), "--kind=dspark", f"--data={text}", "--seq-len=32", "--steps=8"]
+    how += ["--learning-rate=3e-3", f"--out={out}", "--rows=2", "--max-tokens=12"]
+    how += [f"--config.data.cache_dir={tmp_path}/rows", "--config.eval.every=0"]
+    how += ["--config.student.dspark.layers=1", "--config.student.dspark.rank=8"]
+    how += ["--config.student.dspark.slots=4"]
+    assert draft.main(how) == 0
+    said = capsys.readouterr().out
+    shares = said.partition("T = 1: ")[2].split()
+    assert float(shares[2]) > float(shares[0])
+    assert re.search(r"\n  greedily: [0-4]\.\d\d accepted a pass, \d\.\d\d times", said)
+    assert f"-md {out} --spec-type draft-dspark --spec-draft-n-max " in said
+    table = open_table(out)
+    assert table.info("fc.weight").dtype == "F16" and table.metadata["dflash.block_size"] == 4
+    assert any("tensors changed" in line for line in verify(tmp_path / "o.run"))
+    with_head = [f"--draft={out}", "--max-tokens=8"]
+    assert generate.main([str(served), "--prompt=def f", *with_head]) == 0
+    assert "over 4 drafts each" in capsys.readouterr().err
+    judged = [f"{served}@packed", f"--data={text}", f"--json={tmp_path}/j.json", "--rows=2"]
+    assert evaluate.main([*judged, *with_head, "--no-health"]) == 0
+    (found,) = json.loads((tmp_path / "j.json").read_text())["draft"]["domains"].values()
+    assert [*found["greedy"]["blocks"]] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--new"], "--new has no meaning with --kind=dspark"),
+        (["--draft=s.gguf"], "--draft has no meaning with --kind=dspark"),
+        (["--type=q8_0"], "found --type=q8_0; expected one of F32, F16, BF16"),
+        ([], "found a qwen2 model; expected one of qwen3"),
+    ],
+)
+def test_what_a_head_cannot_have_is_refused_in_one_line(models, tmp_path, capsys, flags, message):
+    command = [str(models / "student.gguf"), "--kind=dspark", f"--out={tmp_path}/o.gguf", *flags]
+    assert draft.main(command) == 2
+    told = capsys.readouterr().err
+    assert message in told and len(told.splitlines()) == 1 and not any(tmp_path.iterdir())
