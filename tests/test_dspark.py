@@ -1,6 +1,7 @@
 """The head that drafts (DSpark): computed, trained, written, read, and judged by llama.cpp."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -131,7 +132,7 @@ def run_block(model, head, taps, anchor, known, slots=SLOTS):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_blocks(functions, params, *columns):
-    states = functions.hidden_of_blocks(params, *columns)[0]
+    states = functions.hidden_and_blocks(params, *columns)[1][0]
     return (states @ functions.head(params).T)[:, : SHAPE.rows]
 
 
@@ -243,6 +244,45 @@ def test_the_step_minimises_the_loss_of_its_blocks(model, head):
         up, down = map(value, ends)
         found = sum(np.sum((began[key] - moved[key]) * way[key]) for key in began)
         assert found == pytest.approx((up - down) / 2e-5, rel=2e-3, abs=2e-6), part
+
+
+ROW = np.random.default_rng(5).integers(0, 300, (2, 33))
+
+
+def compile_step(model, head, **settings):
+    """The compiled step of two rows, and how many positions it has."""
+    loss = kdjax.KDLoss(kdjax.total_variation, alpha=settings.pop("alpha", 0.1))
+    step = kdjax.make_step(head, model, loss, optax.sgd(1.0), **settings)
+    data = {"tokens": ROW[:, :-1], "labels": ROW[:, 1:]}
+    batch = step.put(data, settings.get("microbatches", 1))
+    return step.jitted.lower(step.abstract, model.params, batch, **step.fixed).compile(), 64
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_runs_the_target_once(model, head, parts):
+    """With its predictions a step has the products of its unembedding more than without."""
+    counts = []
+    for alpha in (0.1, 1.0):
+        compiled, positions = compile_step(model, head, alpha=alpha, microbatches=parts)
+        counts.append(compiled.cost_analysis()["flops"])
+    layers = sum(x.size for x in jax.tree.leaves(model.params["blocks"]) if x.ndim > 2)
+    products = 2 * positions // parts * model.params["embed"].size
+    assert products < counts[0] - counts[1] < 1.5 * products < 2 * positions // parts * layers / 4
+
+
+def test_the_bias_alone_of_the_unembedding_has_a_gradient(model, head):
+    """Of the step's products with a side of ids one is of positions, and one of the rank."""
+    compiled, positions = compile_step(model, head, alpha=1.0)
+    found = re.findall(r"f32\[(\d+),(\d+)\][^=]*? dot\(", compiled.as_text())
+    sizes = {(int(a), int(b)) for a, b in found}
+    others = {a + b - SHAPE.rows for a, b in sizes if SHAPE.rows in (a, b)}
+    assert others == {positions, RANK}
+
+
+def test_another_teacher_than_the_target_is_refused(path, model, head):
+    """Its states, and not another model's, are what a head learns from and drafts for."""
+    with pytest.raises(UserError, match="a teacher that is not the model that the head drafts for"):
+        compile_step(kdjax.load(path, dtype="float32"), head)
 
 
 def draft_by_hand(model, head, prompt, count):

@@ -48,7 +48,7 @@ class HeadSpec:
     real_vocab: int  # ids that some token has; padding rows beyond it are excluded on both sides
     chunk_tokens: int  # positions whose logits exist at the same time, on one device
     kernels: bool = False  # as `Placement.kernels` says
-    frozen: bool = False  # whether the student's head is frozen and gets no gradient
+    frozen: int = 0  # columns, the first, of the student's head that get no gradient
     shared: int = 0  # ids, the first, that the teacher's head has too; 0: it has all of them
 
 
@@ -211,14 +211,13 @@ def scan_loss(
         if not with_gradient:
             return (sums, d_head), None
         d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
-        if spec.frozen:
-            return (sums, d_head), d_hidden
         # einsum would take g first, and XLA's CPU backend would write out its transpose.
         x, y = (rows.reshape(-1, rows.shape[-1]) for rows in (hidden, g))
-        d_head += jax.lax.dot_general(x, y, _ROWS, preferred_element_type=jnp.float32).T
+        trained = x[:, spec.frozen :]
+        d_head += jax.lax.dot_general(trained, y, _ROWS, preferred_element_type=jnp.float32).T
         return (sums, d_head), d_hidden
 
-    d_head = jnp.zeros(head.shape if with_gradient and not spec.frozen else (), jnp.float32)
+    d_head = jnp.zeros(head[:, spec.frozen :].shape if with_gradient else (), jnp.float32)
     (sums, d_head), d_hidden = jax.lax.scan(add_chunk, (start, d_head), inputs)
     return sums, d_hidden, d_head
 
@@ -234,9 +233,9 @@ def define_gradient(loss: Any, scan: Callable[..., tuple[LossSums, Any, Array]])
     def forward(*arguments: Any) -> tuple[LossSums, tuple[Array, Array | None]]:
         hidden, head, *_, spec = arguments
         sums, d_hidden, d_head = scan(*arguments, with_gradient=True)
-        if spec.frozen:
+        if not d_head.size:
             return sums, (join_chunks(d_hidden, hidden.shape[1]), None)
-        d_head = jnp.pad(d_head, ((0, head.shape[0] - d_head.shape[0]), (0, 0)))
+        d_head = jnp.pad(d_head, ((0, head.shape[0] - d_head.shape[0]), (spec.frozen, 0)))
         return sums, (join_chunks(d_hidden, hidden.shape[1]), d_head.astype(head.dtype))
 
     def backward(_: HeadSpec, gradients: tuple[Array, Any], cotangents: LossSums) -> tuple:

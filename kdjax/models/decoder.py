@@ -1087,9 +1087,10 @@ class DecoderFunctions(ModuleFunctions):
         """See `Decoder.stored_head`."""
         return self.merge(params).stored_head()
 
-    def head_parts(self, params: Params) -> list[str]:
-        """Names of the parameters that the unembedding is made of."""
-        return [name for name in ("head", "embed") if name in params][:1]
+    def head_parts(self, params: Params) -> list[tuple[Params, int]]:
+        """Parameters that the unembedding is made of, and how many of its columns each makes."""
+        names = [name for name in ("head", "embed") if name in params][:1]
+        return [({name: params[name]}, self.spec.hidden_size) for name in names]
 
     embed_tokens = _of_params(Decoder.embed_tokens)
     read_segments = _of_params(Decoder.read_segments)

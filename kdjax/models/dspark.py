@@ -209,33 +209,34 @@ class DSparkFunctions(DecoderFunctions):
         """States of blocks that lie side by side from the row's first token on."""
         first = jnp.zeros(tokens.shape[:1], jnp.int32)
         anchors = place_anchors(first, tokens.shape[1], self.shape.block)
-        return self.hidden_of_blocks(params, tokens, segment_ids, positions, anchors)
+        return self.hidden_and_blocks(params, tokens, segment_ids, positions, anchors)[1]
 
-    def hidden_of_blocks(
+    def hidden_and_blocks(
         self,
         params: Params,
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         anchors: Int[Array, "B T"],
-    ) -> Float[Array, "B T DR"]:
-        """States of blocks that lie side by side; `anchors` are the places where each's begins.
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T DR"]]:
+        """Hidden states of the target, and states of blocks that lie side by side.
 
-        The state at place t predicts the token after t, as every model's does, from the target's
-        states before the anchor of t's block, the anchor's token, and, in the bias, token t. Slots
-        whose anchor is below 0 belong to no block: they mean nothing. The target gets no gradient.
+        `anchors` are the places where each place's block begins. The state at place t predicts the
+        token after t, as every model's does, from the target's states before the anchor of t's
+        block, the anchor's token, and, in the bias, token t. Slots whose anchor is below 0 belong
+        to no block: they mean nothing. The target gets no gradient.
         """
         columns = tokens, segment_ids, positions
-        _, text = self._read_text(params, *columns)
-        return self._run_slots(params, text, *columns, anchors)
+        hidden, text = self._read_text(params, *columns)
+        return hidden, self._run_slots(params, text, *columns, anchors)
 
     def _read_text(self, params: Params, *columns: Array) -> tuple[Array, tuple[Array, Array]]:
         """The target's hidden states, and the head's keys and values of the text."""
         target = DecoderFunctions(self.graph, self.spec, self.compute)
         others = {name: x for name, x in params.items() if name != HEAD}
-        hidden, taps = hidden_and_states(target, others, *columns, names=self.shape.list_states())
+        found = hidden_and_states(target, others, *columns, names=self.shape.list_states())
+        hidden, taps = jax.lax.stop_gradient(found)
         joined = jnp.concatenate([taps[name] for name in self.shape.list_states()], axis=-1)
-        joined = jax.lax.stop_gradient(joined)
         return hidden, self.merge_head(params).read_taps(joined, columns[2])
 
     def _run_slots(
@@ -315,9 +316,10 @@ class DSparkFunctions(DecoderFunctions):
         """See `head`."""
         return self.head(params)
 
-    def head_parts(self, params: Params) -> list[str]:
+    def head_parts(self, params: Params) -> list[tuple[Params, int]]:
         """See `DecoderFunctions.head_parts`: the bias is part of it."""
-        return [*super().head_parts(params), HEAD]
+        bias = {HEAD: {"bias": params[HEAD]["bias"]}}
+        return [*super().head_parts(params), (bias, self.shape.rank)]
 
 
 def place_anchors(first: Int[Array, " B"], length: int, block: int) -> Int[Array, "B T"]:

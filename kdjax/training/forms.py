@@ -13,8 +13,8 @@ student, or base + B A of adapters.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,12 +72,19 @@ from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.models.names import list_fused, name_of
 from kdjax.models.nextn import attach_block, find_block
 from kdjax.models.weights import Scaled, name_numbers, stack_blocks
+from kdjax.training.teachers import Batch, RunningTeacher, TeacherKind
 from kdjax.training.trainable import list_paths, zeros_for
 
 _log = logging.getLogger("kdjax")
 Kept = Any  # arrays of a form in the state; None: it has none
-# Hidden states [B, T, D] of a student, and of its later predictions of the same tokens.
-Runs = tuple[Array, tuple[Array, ...]]
+
+
+class Runs(NamedTuple):
+    """Hidden states `[B, T, D]` that a form's pass over a batch computes."""
+
+    hidden: Array  # of the student
+    later: tuple[Array, ...] = ()  # of its later predictions of the same tokens
+    target: Array | None = None  # of its teacher, where the pass runs it; None: it does not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +177,16 @@ class Form:
 
     def run(self, student: ModelFunctions, params: Params, batch: Mapping[str, Array]) -> Runs:
         """Hidden states of the student, and of its `later` predictions of the tokens: here none."""
-        return student.hidden(params, *list_columns(batch)), ()
+        return Runs(student.hidden(params, *list_columns(batch)))
+
+    def begin_parts(
+        self, kind: TeacherKind, teacher: RunningTeacher, batch: Batch, parts: int
+    ) -> tuple[TeacherKind, Batch]:
+        """Lets the teacher compute for all `parts` of a batch before the first, see the kind's."""
+        return kind.begin_parts(teacher, batch, parts)
+
+    def check_teachers(self, student: Model, teachers: Sequence[Model]) -> None:
+        """Raises `UserError` for teachers from which such a student does not learn."""
 
     def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
         """Chooses the dtype in which devices exchange float32 matrices; None: float32.
@@ -583,7 +599,7 @@ class DraftBlock(_Drafting):
         assert isinstance(student, DraftFunctions)
         drafts = student.draft_runs(params, *list_columns(batch), drafts=1 + len(self.later))
         _, first, *later = jnp.moveaxis(drafts, 1, 0)
-        return first, tuple(later)
+        return Runs(first, tuple(later))
 
     def open(self, student: Checkpoint) -> Checkpoint:
         """Returns the student with its block, or a new one; raises `UserError` if it has none."""
@@ -639,7 +655,6 @@ class DraftHead(_Drafting):
 
     part: ClassVar[str] = HEAD
     title: ClassVar[str] = "the head that drafts, float32"
-    freezes: ClassVar[bool] = False  # the bias of the Markov head gets one
 
     def settle(self, student: Model) -> "DraftHead":
         """Takes the head's slots; raises `UserError` for a student without a head."""
@@ -675,10 +690,27 @@ class DraftHead(_Drafting):
         return batch | {"anchors": anchors, "weights": jnp.where(inside, weights, 0)}
 
     def run(self, student: ModelFunctions, params: Params, batch: Mapping[str, Array]) -> Runs:
-        """Hidden states of the slots at each token."""
+        """Hidden states of the slots at each token, and of the target, which is the teacher."""
         assert isinstance(student, DSparkFunctions)
-        columns = list_columns(batch)
-        return student.hidden_of_blocks(params, *columns, anchors=batch["anchors"]), ()
+        target, slots = student.hidden_and_blocks(params, *list_columns(batch), batch["anchors"])
+        return Runs(slots, target=target)
+
+    def begin_parts(
+        self, kind: TeacherKind, teacher: RunningTeacher, batch: Batch, parts: int
+    ) -> tuple[TeacherKind, Batch]:
+        """Computes nothing before: each part's pass runs the teacher."""
+        return kind, batch
+
+    def check_teachers(self, student: Model, teachers: Sequence[Model]) -> None:
+        """Raises `UserError` for a teacher that is not the model that the head drafts for."""
+        own = list(map(id, jax.tree.leaves(self.base(student.params))))
+        for teacher in teachers:
+            if list(map(id, jax.tree.leaves(teacher.params))) != own:
+                raise UserError(
+                    f"{teacher.name}: found a teacher that is not the model that the head drafts "
+                    "for; expected the one that was given to kdjax.make_head or kdjax.load_head: "
+                    "its states teach the head."
+                )
 
     @property
     def record(self) -> dict[str, Any]:

@@ -210,8 +210,8 @@ def _run_both(
     running = RunningTeacher(spec.teacher, teacher)
     columns = batch["tokens"], batch["segment_ids"], batch["positions"]
     if not spec.extra:
-        hidden, later = spec.form.run(spec.student, params, batch)
-        student = hidden, spec.student.head(params)
+        hidden, later, target = spec.form.run(spec.student, params, batch)
+        student, running = (hidden, spec.student.head(params)), running._replace(known=target)
         if not later:
             return student, running, None, None
         if kind.runs and not isinstance(spec.teacher, tuple):  # once, for all predictions
@@ -293,7 +293,7 @@ def _sum_gradients(
     # With layer losses a packed teacher runs, and is decoded, once a part.
     if spec.microbatches > 1 and not list_names(spec.extra, "teacher"):
         running = RunningTeacher(spec.teacher, teacher)
-        kind, batch = kind.begin_parts(running, batch, spec.microbatches)
+        kind, batch = spec.form.begin_parts(kind, running, batch, spec.microbatches)
 
     trained = leave_out(params, spec.frozen)
 
@@ -459,12 +459,19 @@ def state_shardings(
     return _state(everywhere, params, opt_state, kept, extra)
 
 
-def _is_head_frozen(student: ModelFunctions, params: Params, frozen: frozenset[str]) -> bool:
-    """Whether the head of a decoder, its embedding if they are one, gets no gradient."""
+def _count_frozen(student: ModelFunctions, params: Params, frozen: frozenset[str]) -> int:
+    """Counts the first columns of a decoder's head that get no gradient.
+
+    Those of its embedding if the two are one.
+    """
     if not isinstance(student, DecoderFunctions):  # names of a custom module say nothing
-        return False
-    paths = list_paths({name: params[name] for name in student.head_parts(params)})
-    return bool(paths) and frozen.issuperset(paths)
+        return 0
+    count = 0
+    for part, columns in student.head_parts(params):
+        if not frozen.issuperset(list_paths(part)):
+            break
+        count += columns
+    return count
 
 
 def _compute_dtype(student: ModelFunctions) -> DTypeLike | None:
@@ -522,7 +529,7 @@ class Step:
             spreads = of_student, Spread.of(teacher or {}, placement)
         frozen = find_frozen(spec.tx, _join(shapes, self._extra))
         frozen |= form.list_frozen(self.base, shapes)
-        head = dataclasses.replace(spec.head, frozen=_is_head_frozen(spec.student, params, frozen))
+        head = dataclasses.replace(spec.head, frozen=_count_frozen(spec.student, params, frozen))
         known = _list_shapes(teacher or {})
         spec = dataclasses.replace(spec, spreads=spreads, frozen=frozen, head=head, shapes=known)
         self.spec = spec
@@ -784,6 +791,7 @@ def assemble_step(
     placement = _share_placement(student, models)
     form = choose_form(form, student)
     check_form(form, student, trainable=trainable, extra=extra)
+    form.check_teachers(student, models)
     kind = vocabulary.adapt(kind, extra)
     head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
     optimizer, layers = train_only(optimizer, form.masters(student.params), student.spec, trainable)
