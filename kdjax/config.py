@@ -87,6 +87,7 @@ class DSparkConfig:
     slots: int = 7  # tokens that a pass of the head drafts
     rank: int = 256  # of the bias by the token before
     decay: float = 4.0  # a slot's loss weighs exp(-k / decay), k slots after the first
+    confidence: float = 1.0  # weight of the loss of what says whether a draft is accepted; 0: none
 
 
 @dataclasses.dataclass
@@ -612,6 +613,7 @@ _RULES: dict[str, _Rule] = {
     "student.dspark.slots": ((lambda v: 1 <= v <= 64), "between 1 and 64"),
     "student.dspark.rank": _POSITIVE,
     "student.dspark.decay": _POSITIVE,
+    "student.dspark.confidence": _NON_NEGATIVE,
     "student.later_drafts": (
         _is_read_by(split_drafts),
         f"empty, or at most {MOST_LATER} numbers above 0, such as 0.6,0.35 for three drafts a pass",
@@ -749,6 +751,12 @@ CONFLICTS = (
     Conflict("optim.trainable", "", {"student.block": _SET}, _DRAFTS),
     Conflict("rollout.prompts", "", {"student.block": _SET}, _DRAFTS),
     Conflict("mesh.tensor", 1, {"student.block": _SET}, _DRAFTS),
+    Conflict(
+        "student.dspark.confidence",
+        0,
+        {"student.block": DSPARK, "loss.alpha": 1},
+        "the teacher, whom alpha=1 leaves out, says which drafts it accepts",
+    ),
     Conflict(
         "student.block",
         _choice(OWN_BLOCK, NEW),

@@ -75,10 +75,14 @@ def main(argv: list[str] | None = None) -> int:
         f"{OWN_BLOCK}: the block in its file",
     )
     add("--draft-tokens", type=int, metavar="N", help="drafted a pass (5), with --draft")
+    text = "a head's drafts end before one of less confidence (%(default)s)"
+    add("--draft-p-min", type=float, default=0.0, metavar="P", help=text)
     add_cluster_flags(parser)
     args = parser.parse_args(argv)
     if args.draft_tokens is not None and not args.draft:
         parser.error(f"--draft-tokens={args.draft_tokens} needs --draft")
+    if args.draft_p_min and not args.draft:
+        parser.error(f"--draft-p-min={args.draft_p_min} needs --draft")
     check_least(args, draft_tokens=1)
     log_to_terminal(logging.WARNING)  # standard output is for the text
     with started(args):
@@ -135,7 +139,12 @@ def _write_text(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     stream = Stream(args.stop)
     (completion,) = model.generate(
-        [text], sampling, draft=draft, draft_tokens=args.draft_tokens, on_text=stream
+        [text],
+        sampling,
+        draft=draft,
+        draft_tokens=args.draft_tokens,
+        draft_p_min=args.draft_p_min,
+        on_text=stream,
     )
     stream(0, completion.text, ended=True)
     print()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kdjax.losses.divergences import forward_kl
+from kdjax.losses.divergences import acceptance, forward_kl
 from kdjax.losses.kd import WeighedLoss, shared_parts_and_gradient
 from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.weights import Scaled, mask_padding, unembed
@@ -50,6 +50,7 @@ class HeadSpec:
     kernels: bool = False  # as `Placement.kernels` says
     frozen: int = 0  # columns, the first, of the student's head that get no gradient
     shared: int = 0  # ids, the first, that the teacher's head has too; 0: it has all of them
+    accepts: bool = False  # whether the share of accepted drafts is computed by position
 
 
 class Weighing(NamedTuple):
@@ -88,6 +89,7 @@ class LossSums(NamedTuple):
     ce: Float[Array, ""]
     divergence: Float[Array, ""] | None  # the trained one, at temperature T, without T^2
     extra: dict[str, Array] | None = None  # of `layers.LayerLoss`, by name, without their weights
+    accepted: Float[Array, "B T"] | None = None  # no sum: by position, see `HeadSpec.accepts`
 
 
 Sums = TypeVar("Sums", bound=tuple[Any, ...])
@@ -180,8 +182,14 @@ def add_sums(sums: Sums, values: tuple[Array | None, ...], weight: Array) -> Sum
 
 _ROWS = (((0,), (0,)), ((), ()))  # a product that sums over the rows of both sides
 
-# Of a chunk: the cross-entropy [B C], the divergence [B C], and the logits' gradient [B C V].
-ChunkParts = tuple[Array, Array, Array]
+
+class ChunkParts(NamedTuple):
+    """What the loss makes of a chunk of C positions."""
+
+    ce: Float[Array, "B C"]
+    divergence: Float[Array, "B C"]
+    gradient: Float[Array, "B C V"]  # of the logits
+    accepted: Float[Array, "B C"] | None = None  # see `HeadSpec.accepts`
 
 
 def scan_loss(
@@ -203,23 +211,23 @@ def scan_loss(
         sums, d_head = carry
         (hidden, *_), weights, *_ = xs
         weight, own = read_weights(weights, spec)
-        ce, divergence, g = compute_parts(xs)
+        ce, divergence, g, accepted = compute_parts(xs)
         loss = own.loss.combine(ce, divergence)
         if isinstance(weights, Weighing) and weights.compared is not None:
             divergence = jnp.where(weights.compared != 0, divergence, 0)
         sums = add_sums(sums, (loss, ce, divergence), weight)
         if not with_gradient:
-            return (sums, d_head), None
+            return (sums, d_head), (None, accepted)
         d_hidden = jnp.einsum("BTV,VD->BTD", g, head)
         # einsum would take g first, and XLA's CPU backend would write out its transpose.
         x, y = (rows.reshape(-1, rows.shape[-1]) for rows in (hidden, g))
         trained = x[:, spec.frozen :]
         d_head += jax.lax.dot_general(trained, y, _ROWS, preferred_element_type=jnp.float32).T
-        return (sums, d_head), d_hidden
+        return (sums, d_head), (d_hidden, accepted)
 
     d_head = jnp.zeros(head[:, spec.frozen :].shape if with_gradient else (), jnp.float32)
-    (sums, d_head), d_hidden = jax.lax.scan(add_chunk, (start, d_head), inputs)
-    return sums, d_hidden, d_head
+    (sums, d_head), (d_hidden, accepted) = jax.lax.scan(add_chunk, (start, d_head), inputs)
+    return sums._replace(accepted=accepted), d_hidden, d_head
 
 
 def define_gradient(loss: Any, scan: Callable[..., tuple[LossSums, Any, Array]]) -> None:
@@ -243,6 +251,30 @@ def define_gradient(loss: Any, scan: Callable[..., tuple[LossSums, Any, Array]])
         return (*student, *[None] * (others - len(student)))
 
     loss.defvjp(forward, backward)
+
+
+def add_confidence(
+    sums: LossSums, confidence: Float[Array, "B T"] | None, weights: Array, amount: float
+) -> LossSums:
+    """Adds the loss of a student's `confidence`, the logit of a draft's chance to be accepted.
+
+    It is the binary cross-entropy from the share that the teacher accepts, which gets no gradient.
+    Sums without this share, or a student without confidence, stay as they are.
+    """
+    accepted, sums = sums.accepted, sums._replace(accepted=None)
+    if confidence is None or accepted is None:
+        return sums
+    counts = weights != 0
+    logits = jnp.where(counts, confidence, 0)
+    missed = jax.nn.softplus(logits) - jax.lax.stop_gradient(accepted) * logits
+    total = jnp.sum(jnp.where(counts, weights * missed, 0))
+    extra = {**(sums.extra or {}), "confidence": total}
+    return sums._replace(loss=sums.loss + amount * total, extra=extra)
+
+
+def _accept(s: Array, t: Array, *, real: int) -> Float[Array, "B C"]:
+    """The share of drafts from logits `s` that a teacher with logits `t` accepts, at T = 1."""
+    return acceptance(*(jax.nn.log_softmax(x[..., :real], axis=-1) for x in (t, s)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -286,12 +318,18 @@ def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Arr
         g = g * weight[..., None]
         if loss.divergence != forward_kl:  # its gradient is finite if both sides are
             g = jnp.where(weight[..., None] != 0, g, 0)
-        return ce, divergence, g.astype(h_s.dtype)
+        return ChunkParts(ce, divergence, g.astype(h_s.dtype), accept(s, t) if accepts else None)
 
+    accepts = spec.accepts and theirs is not None
+    accept = functools.partial(_accept, real=spec.real_vocab)
     zero = jnp.zeros((), jnp.float32)
     start = LossSums(zero, zero, None if teacher_hidden is None else zero)
     xs = split_inputs((student_hidden, teacher_hidden), weights, labels, spec=spec)
-    return scan_loss(compute_parts, xs, head, start, spec, with_gradient=with_gradient)
+    scanned = scan_loss(compute_parts, xs, head, start, spec, with_gradient=with_gradient)
+    sums, d_hidden, d_head = scanned
+    if sums.accepted is not None:
+        sums = sums._replace(accepted=join_chunks(sums.accepted, student_hidden.shape[1]))
+    return sums, d_hidden, d_head
 
 
 define_gradient(head_loss, _scan_head_loss)

@@ -245,7 +245,8 @@ def _scan_head_loss(*arguments: Any, with_gradient: bool) -> tuple[LossSums, Arr
         log_p = _student_outcomes(x, 0, own.loss.temperature)
         g, inside = (y * weight[..., None] for y in _gradient(x, log_q, log_p, label, own))
         g = _replace(g.astype(hidden.dtype), x.ids, inside.astype(hidden.dtype))
-        return x.totals[1][..., 0] - x.label, spec.loss.divergence(log_q, log_p), g
+        ce = x.totals[1][..., 0] - x.label
+        return ChunkParts(ce, spec.loss.divergence(log_q, log_p), g)
 
     zero = jnp.zeros((), jnp.float32)
     xs = split_inputs((student_hidden,), weights, teacher, labels, spec=spec)

@@ -14,8 +14,10 @@ The files of llama.cpp's `draft-dspark`:
 - `dflash.target_layers`: layers of the target whose inputs are read. An id that is the number of
   layers is the state after the last one, before the final norm.
 - `dflash.block_size` slots, the anchor's included. A server that drafts fewer runs fewer slots.
-- `dflash.sample_from_anchor` true: slot 0 predicts. `dflash.has_confidence_head` false: a server
-  must run with `--spec-draft-p-min 0`. `tokenizer.ggml.mask_token_id`: the token of other slots.
+- `dflash.sample_from_anchor` true: slot 0 predicts. `tokenizer.ggml.mask_token_id`: the token of
+  other slots.
+- `conf_proj` [1, D + r] and its bias: the logit that a slot's draft is accepted. A server drafts up
+  to the first slot below `--spec-draft-p-min`. `dflash.has_confidence_head` false: it must be 0.
 - A target of M-RoPE (qwen35) needs `dflash.rope.dimension_sections` [rotated / 2, 0, 0, 0].
 - `fc` joins the taps, `enc.output_norm` follows it; the layers are Qwen3's (normed queries and
   keys, rotation of halves); norms are plain factors. `markov_w1` [V, r] has the embeddings of the
@@ -71,11 +73,13 @@ class DSparkShape:
     block: int  # slots
     rank: int  # of the bias by the token before
     mask: int  # id of the token of all slots but the first
+    confident: bool = True  # whether it says how probable it is that a slot's draft is accepted
 
     @property
     def sizes(self) -> "HeadSizes":
         """The sizes that were chosen."""
-        return HeadSizes(self.spec.num_layers, self.block, self.rank, self.mask, self.taps)
+        layers = self.spec.num_layers
+        return HeadSizes(layers, self.block, self.rank, self.mask, self.taps, self.confident)
 
     def list_states(self) -> list[str]:
         """Names of the taps, for `states.hidden_and_states`."""
@@ -96,6 +100,7 @@ class HeadSizes(NamedTuple):
     rank: int
     mask: int  # an id
     taps: tuple[int, ...]  # (): evenly spread
+    confident: bool = True
 
     def shape(self, target: ArchSpec) -> DSparkShape:
         """The shape of a head of these sizes; its MLP is dense, as wide as a token's experts."""
@@ -115,11 +120,11 @@ class HeadSizes(NamedTuple):
             qk_norm=True,
         )
         taps = tuple(self.taps) or spread_taps(target.num_layers)
-        return DSparkShape(spec, taps, self.slots, self.rank, self.mask)
+        return DSparkShape(spec, taps, self.slots, self.rank, self.mask, self.confident)
 
 
 class DSpark(nnx.Module):
-    """The head's own parameters: `fc` and its norm, layers, a norm, and the Markov head."""
+    """The head's own parameters: `fc`, its norm, layers, a norm, Markov head, confidence."""
 
     def __init__(self, shape: DSparkShape, compute: Compute, rngs: nnx.Rngs):
         spec, dtype = shape.spec, compute.param_dtype
@@ -137,6 +142,8 @@ class DSpark(nnx.Module):
         # As speculators draws them, but the bias begins at zero.
         self.markov = nnx.Param(jax.random.normal(rngs.params(), table, dtype))
         self.bias = nnx.Param(jnp.zeros(table, dtype))
+        if shape.confident:
+            self.confidence = Linear(width + shape.rank, 1, True, dtype, rngs)
         self.spec = spec
 
     def _angles(self, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
@@ -268,6 +275,15 @@ class DSparkFunctions(DecoderFunctions):
         states = head.run(x, slots, mix)
         before = head.markov[...][tokens].astype(states.dtype)
         return jnp.concatenate([states, before], axis=-1)
+
+    def judge_slots(
+        self, params: Params, states: Float[Array, "*B DR"]
+    ) -> Float[Array, "*B"] | None:
+        """Logits that the draft of a slot is accepted, float32, from `states`; None without."""
+        if not self.shape.confident:
+            return None
+        rows = states.reshape(-1, states.shape[-1])
+        return self.merge_head(params).confidence(rows).reshape(states.shape[:-1]).astype("float32")
 
     def draft_runs(
         self, params: Params, tokens: Array, segment_ids: Array, positions: Array, drafts: int

@@ -41,6 +41,8 @@ _OWN = {
     ("norm", "weight"): "output_norm.weight",
     ("markov",): "markov_w1.weight",
     ("bias",): "markov_w2.weight",
+    ("confidence", "weight"): "conf_proj.weight",
+    ("confidence", "bias"): "conf_proj.bias",
 }
 # Tensors of such files that kdjax does not compute with, and what they belong to.
 _OTHERS = {
@@ -80,12 +82,14 @@ def make_head(
     slots: int = 7,
     rank: int = 256,
     taps: tuple[int, ...] = (),
+    confident: bool = True,
 ) -> Model:
     """A new DSpark head for a model, drawn by `seed`, as a model that drafts for it.
 
     It has its own `layers`, drafts `slots` tokens a pass, adds a bias of this `rank` by the token
-    before, and reads the inputs of the layers `taps`, by default 5 of them, evenly spread. Its
-    parameters are the model's arrays and the head's float32 numbers. It trains (`make_step(head,
+    before, and reads the inputs of the layers `taps`, by default 5 of them, evenly spread. If it is
+    `confident`, it says how probable it is that a draft is accepted (`draft_p_min`). Its parameters
+    are the model's arrays and the head's float32 numbers. It trains (`make_step(head,
     model, loss, tx)` moves the head alone), it drafts (`model.generate(prompts, draft=head)`), and
     `export_head` writes it for llama.cpp's `draft-dspark`. Raises `UserError` for a model that such
     a head cannot draft for.
@@ -97,8 +101,23 @@ def make_head(
         raise UserError(f"{model.name}: found a custom module; expected a model of kdjax.load.")
     check_tapped(model.spec, model.name)
     mask = choose_mask(model.tokenizer)
-    shape = HeadSizes(layers, slots, rank, mask, taps).shape(model.spec)
+    shape = HeadSizes(layers, slots, rank, mask, taps, confident).shape(model.spec)
+    _check_taps(shape.taps, model)
     return attach_head(model, shape, {HEAD: draw_head(shape, seed)})
+
+
+def _check_taps(taps: tuple[int, ...], model: Model) -> None:
+    """Raises `UserError` for taps that llama.cpp does not read.
+
+    Of October 2026 it ends (`layer input tensor is null`) at the state after the last layer.
+    """
+    assert model.spec is not None
+    last = model.spec.num_layers - 1
+    if any(not 0 <= tap <= last for tap in taps) or list(taps) != sorted({*taps}):
+        raise UserError(
+            f"{model.name}: found taps={taps}; expected layers from 0 to {last}, each once and in "
+            "order: llama.cpp gives a head the inputs of these."
+        )
 
 
 def is_head(path: Path) -> bool:
@@ -172,7 +191,8 @@ def list_head(shape: DSparkShape) -> list[HeadTensor]:
     """Every tensor of a head's file, layer by layer."""
     _, shapes = trace_head(shape, Compute())
     flat: dict[tuple[str, ...], Any] = flatten_dict(shapes)
-    tensors = [HeadTensor(name, path, None, flat[path].shape) for path, name in _OWN.items()]
+    own = {path: name for path, name in _OWN.items() if path in flat}
+    tensors = [HeadTensor(name, path, None, flat[path].shape) for path, name in own.items()]
     for path in flat:
         if path[0] == "blocks":
             name = name_of(path, shape.spec).gguf
@@ -203,7 +223,7 @@ def list_entries(shape: DSparkShape) -> dict[str, Any]:
         "target_layers": np.asarray(shape.taps, np.int32),
         "block_size": shape.block,
         "sample_from_anchor": True,
-        "has_confidence_head": False,
+        "has_confidence_head": shape.confident,
     }
     return {f"{ARCHITECTURE}.{key}": value for key, value in entries.items()} | {MASK: shape.mask}
 
@@ -255,7 +275,8 @@ def read_shape(table: TensorTable, target: ArchSpec) -> DSparkShape:
             f"{source}: found taps {list(taps)}; expected layers up to {target.num_layers}, the "
             "model's. The head belongs to another model."
         )
-    return DSparkShape(spec, taps, int(get("block_size")), rank, int(metadata[MASK]))
+    confident = "conf_proj.weight" in table
+    return DSparkShape(spec, taps, int(get("block_size")), rank, int(metadata[MASK]), confident)
 
 
 class _Getter(NamedTuple):

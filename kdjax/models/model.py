@@ -227,6 +227,7 @@ class Model:
         *,
         draft: "Model | None" = None,
         draft_tokens: int = 5,
+        draft_p_min: float = 0.0,
         numbers: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         batch_size: int | None = None,
@@ -241,14 +242,16 @@ class Model:
         `batch_size` rows (default: at most 32) are written at once; see `decoding.write_answers`
         for `numbers`, `limits`, `room` and `on_text`. A `draft`, a smaller model of the same
         vocabulary on the same devices, proposes `draft_tokens` ids a pass: fewer passes write equal
-        completions (`models.speculation`). Raises `UserError` for a model without a
+        completions (`models.speculation`). A head that drafts proposes only those before the first
+        of less confidence than `draft_p_min`. Raises `UserError` for a model without a
         decoder, for ids that no token has, for more positions than the model has, and for a draft
         with another vocabulary.
         """
         writer: Writer = self.as_writer("generate")
         params: Any = self.params
         if draft is not None:
-            writer, params = self._pair_with(draft, draft_tokens)
+            pair, params = self._pair_with(draft, draft_tokens)
+            writer = pair.offer_from(draft_p_min)
         tokenizer = self._known_tokenizer()
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -271,7 +274,9 @@ class Model:
                 on_text=on_text,
             )
 
-    def _pair_with(self, draft: "Model", draft_tokens: int) -> tuple[Writer, tuple[Params, Params]]:
+    def _pair_with(
+        self, draft: "Model", draft_tokens: int
+    ) -> tuple[DraftWriter, tuple[Params, Params]]:
         """A writer for which `draft` drafts, and its parameters."""
         check_same_ids(self._known_tokenizer(), draft._known_tokenizer())
         params = self.params, draft.params

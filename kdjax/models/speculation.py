@@ -40,6 +40,8 @@ from kdjax.models.states import hidden_and_states
 from kdjax.models.weights import mask_padding, unembed
 
 MOST_DRAFTS = 64
+# See `DraftWriter._draft`.
+Drafted = tuple[Array, Array | None, Callable[[Array, Array, Array], Any], Array | None]
 _DRAFT, _ACCEPT, _REPLACE = range(3)  # purposes that a position's key is split for
 
 
@@ -54,6 +56,7 @@ class DraftWriter:
     small: StepWriter
     drafts: int  # in a round
     spread: Spread | None = None  # of both models' parameters
+    least: float = 0.0  # a round's drafts end before one of less confidence; of a head that drafts
 
     @classmethod
     def of(
@@ -72,6 +75,18 @@ class DraftWriter:
                 "with equal settings."
             )
         return cls(big, small, drafts, Spread.of(params, places[0]))
+
+    def offer_from(self, least: float) -> "DraftWriter":
+        """Ends a round's drafts before the first whose confidence is below `least`, 0: all stay.
+
+        Raises `UserError` for a draft without confidence, and for no probability.
+        """
+        if least:
+            raise UserError(
+                f"found draft_p_min={least} for a draft without confidence; expected 0, or a head "
+                "of kdjax.make_head. Leave it out."
+            )
+        return self
 
     @property
     def spare(self) -> int:
@@ -149,11 +164,12 @@ class DraftWriter:
         places = jnp.arange(self.drafts + 1, dtype=jnp.int32)[None]
         at = slots.drawn[:, None] + places
         keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, at)
-        drafts, draft_logits, keep_first = self._draft(params[1], weights[1], slots, keys, sampling)
+        drafted = self._draft(params[1], weights[1], slots, keys, sampling)
+        drafts, draft_logits, keep_first, offered = drafted
         read = jnp.concatenate([slots.last[:, None], drafts], axis=1)
         hidden, cache, states = self._extend(params[0], read, slots, layers)
         logits = self._logits(hidden, head, self.big.real)
-        accepted, following = judge(logits, draft_logits, drafts, keys, sampling)
+        accepted, following = judge(logits, draft_logits, drafts, keys, sampling, offered)
         spec = self.big.functions.spec
         cache = step_back(spec, slots.cache[0], cache, cache.read, accepted + 1)
         ids = jnp.where(
@@ -193,12 +209,13 @@ class DraftWriter:
 
     def _draft(
         self, params: Params, weights: Any, slots: Slots, keys: Any, sampling: Sampling
-    ) -> tuple[Array, Array | None, Callable[[Array, Array, Array], Any]]:
+    ) -> Drafted:
         """Drafts `[B, K]`, and the logits `[B, K, V]` that they were drawn from.
 
-        Returns also a function of (lengths, ids that the big model read, its states there):
-        the small model's cache for the next round, after the first `lengths` of the ids that the
-        small model read. These are the id before the last, the last, and all drafts but one.
+        Returns also a function of (lengths, ids that the big model read, its states there): the
+        small model's cache for the next round, after the first `lengths` of the ids that the small
+        model read. These are the id before the last, the last, and all drafts but one. The last
+        value is how many of a row's drafts are offered `[B]`, None for all.
         """
         layers, head = weights
         start, extend = slots.places, self.small.functions.extend
@@ -235,7 +252,7 @@ class DraftWriter:
             spec = self.small.functions.spec
             return step_back(spec, slots.cache[1], last, read, lengths, document)
 
-        return drafts, logits, keep_first
+        return drafts, logits, keep_first, None
 
     def _choose(
         self, hidden: Array, keys: Any, *, head: Array, sampling: Sampling
@@ -290,7 +307,7 @@ class BlockWriter(DraftWriter):
 
     def _draft(
         self, params: Params, weights: Any, slots: Slots, keys: Any, sampling: Sampling
-    ) -> tuple[Array, Array | None, Callable[[Array, Array, Array], Any]]:
+    ) -> Drafted:
         """Drafts as `DraftWriter._draft` returns them."""
         (block, head), start = weights, slots.places
         extend = functools.partial(self.block.draft_extend, params, block=block)
@@ -312,7 +329,7 @@ class BlockWriter(DraftWriter):
             _, kept = extend(read, states[:, :-1], start, cache)
             return kept, jnp.take_along_axis(states, lengths[:, None, None], axis=1)[None]
 
-        return drafts, logits, keep_first
+        return drafts, logits, keep_first, None
 
 
 class HeadWriter(DraftWriter):
@@ -335,6 +352,14 @@ class HeadWriter(DraftWriter):
                 "slots of the head's block. Give fewer (--draft-tokens)."
             )
         return super().of(big, small, params, drafts)
+
+    def offer_from(self, least: float) -> "DraftWriter":
+        """See `DraftWriter.offer_from`."""
+        if not self.own.shape.confident:
+            return super().offer_from(least)
+        if not 0 <= least <= 1:
+            raise UserError(f"found draft_p_min={least}; expected a probability, 0 to 1.")
+        return dataclasses.replace(self, least=least)
 
     @property
     def own(self) -> DSparkFunctions:
@@ -376,7 +401,7 @@ class HeadWriter(DraftWriter):
 
     def _draft(
         self, params: Params, weights: Any, slots: Slots, keys: Any, sampling: Sampling
-    ) -> tuple[Array, Array | None, Callable[[Array, Array, Array], Any]]:
+    ) -> Drafted:
         """Drafts as `DraftWriter._draft` returns them."""
         own, start, cache = self.own, slots.places, slots.cache[1]
         head, places = own.merge_head(params), jnp.arange(self.drafts, dtype=jnp.int32)[None]
@@ -389,18 +414,22 @@ class HeadWriter(DraftWriter):
         def step(last: Array, slot: tuple[Array, Array]) -> tuple[Array, Any]:
             state, key = slot
             before = head.markov[...][last].astype(state.dtype)
-            drawn = choose(jnp.concatenate([state, before], axis=-1)[:, None], key)
-            return drawn[0], drawn
+            joined = jnp.concatenate([state, before], axis=-1)
+            drawn = choose(joined[:, None], key)
+            return drawn[0], (drawn, own.judge_slots(params, joined))
 
         slots_first = states.swapaxes(0, 1), keys[:, : self.drafts].swapaxes(0, 1)
         _, drawn = jax.lax.scan(step, slots.last, slots_first)
-        drafts, logits = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
+        (drafts, logits), judged = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
+        offered = None
+        if self.least > 0:
+            offered = _count_first(jax.nn.sigmoid(judged) >= self.least)
 
         def keep_first(_: Array, read: Array, taps: Array) -> Cache:
             at = start[:, None] + jnp.arange(read.shape[1], dtype=jnp.int32)[None]
             return store_text(cache, start, *head.read_taps(taps, at))
 
-        return drafts, logits, keep_first
+        return drafts, logits, keep_first, offered
 
 
 def time_drafts(writer: HeadWriter, params: Params, place: int, passes: int) -> Callable[[], Array]:
@@ -463,25 +492,30 @@ def judge(
     drafts: Int[Array, "B K"],
     keys: Any,
     sampling: Sampling,
+    offered: Int[Array, " B"] | None = None,
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """The number of drafts of each row that the big model accepts, and the id that follows them.
 
     `logits` are the big model's before each draft and after the last. The drafts were drawn from
-    `draft_logits` (None at temperature 0). `keys` `[B, N]` belong to the positions.
+    `draft_logits` (None at temperature 0). `keys` `[B, N]` belong to the positions. Only the first
+    `offered` drafts of a row count, all of them if it is None.
     """
     count = drafts.shape[1]
+    given = jnp.ones(drafts.shape, bool)
+    if offered is not None:
+        given = jnp.arange(count)[None] < offered[:, None]
     if sampling.temperature == 0:
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        accepted = _count_first(best[:, :count] == drafts)
+        accepted = _count_first(given & (best[:, :count] == drafts))
         return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
     assert draft_logits is not None
     p, q = (jnp.exp(_log_probs(x, sampling)) for x in (logits, draft_logits))
     of_drafts = [jnp.take_along_axis(x[:, :count], drafts[..., None], axis=-1) for x in (p, q)]
     chances = jax.vmap(jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, _ACCEPT))))
     likelier, drawn = (x[..., 0] for x in of_drafts)
-    accepted = _count_first(chances(keys[:, :count]) * drawn < likelier)
+    accepted = _count_first(given & (chances(keys[:, :count]) * drawn < likelier))
     # After the last draft nothing was drawn: the rest is all of p.
-    q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
+    q = jnp.pad(jnp.where(given[..., None], q, 0), ((0, 0), (0, 1), (0, 0)))
     at = accepted[:, None, None]
     p, q = (jnp.take_along_axis(x, at, axis=1)[:, 0] for x in (p, q))
     rest = jnp.maximum(p - q, 0.0)

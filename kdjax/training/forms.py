@@ -53,6 +53,7 @@ from kdjax.models.adapters import (
     split_adapters,
 )
 from kdjax.models.arch import STACKS, ArchSpec
+from kdjax.models.attention import QUERY_BLOCK
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
 from kdjax.models.draft_functions import DraftFunctions, draw_block, shape_block
@@ -85,6 +86,7 @@ class Runs(NamedTuple):
     hidden: Array  # of the student
     later: tuple[Array, ...] = ()  # of its later predictions of the same tokens
     target: Array | None = None  # of its teacher, where the pass runs it; None: it does not
+    confidence: Array | None = None  # no state: logits [B, T] that its draft is accepted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,7 @@ class Form:
     casts: ClassVar[bool] = True  # whether float32 matrices are cast for each product
     # Weights of the losses of the student's later predictions, added to the loss of its first.
     later: ClassVar[tuple[float, ...]] = ()
+    confidence: ClassVar[float] = 0.0  # weight of the loss of its confidence, see `Runs`
 
     def settle(self, student: Model) -> "Form":
         """Completes the form from its student; raises `UserError` for one that it does not fit."""
@@ -263,6 +266,18 @@ class Form:
     def list_backward(self, spec: ArchSpec) -> ArchSpec:
         """Architecture of the layers that run backward."""
         return spec
+
+    def count_columns(self, spec: ArchSpec) -> tuple[int, int]:
+        """Columns of the student's unembedding, and how many of them have a gradient."""
+        return spec.hidden_size, 0 if self.freezes else spec.hidden_size
+
+    def count_taps(self, spec: ArchSpec) -> int:
+        """Numbers a position that the student reads of its teacher's layers."""
+        return 0
+
+    def keep_more(self, spec: ArchSpec, length: int) -> int:
+        """Numbers a position that the backward pass reads in addition to those of layers."""
+        return 0
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """FLOP a token of the student; `trained` is the share of bytes that have a gradient."""
@@ -644,11 +659,13 @@ class DraftHead(_Drafting):
     In each step the blocks of a row lie side by side from a place on that is drawn anew, so that
     each token is predicted by one slot. A slot has no weight if its block's anchor is in another
     document or in no answer, or if the row's end cuts the block: a server's are complete.
-    Others weigh exp(-k / `decay`), k slots after the anchor (DFlash), in training only. Such a
-    student has this form by default.
+    Others weigh exp(-k / `decay`), k slots after the anchor (DFlash), in training only. The loss
+    of the head's confidence, the chance of a slot's draft to be accepted, weighs `confidence`. Such
+    a student has this form by default.
     """
 
     decay: float = 4.0
+    confidence: float = 1.0  # type: ignore[misc]
     block: int = 0  # slots, the student's, once settled
     asked: DSparkConfig | None = dataclasses.field(default=None, compare=False)  # a run's settings
     sizes: HeadSizes | None = None  # the student's, once settled
@@ -665,8 +682,11 @@ class DraftHead(_Drafting):
             )
         if not self.decay > 0:
             raise UserError(f"found decay={self.decay}; expected a number above 0.")
+        if not self.confidence >= 0:
+            raise UserError(f"found confidence={self.confidence}; expected 0 or a number above.")
         shape = student.functions.shape
-        return dataclasses.replace(self, block=shape.block, sizes=shape.sizes)
+        weight = self.confidence if shape.confident else 0.0
+        return dataclasses.replace(self, block=shape.block, sizes=shape.sizes, confidence=weight)
 
     def mark(self, batch: dict[str, Array], step: Array | None) -> dict[str, Array]:
         """Adds the places of `anchors`, int32 `[B, T]`, and weighs slots."""
@@ -693,7 +713,7 @@ class DraftHead(_Drafting):
         """Hidden states of the slots at each token, and of the target, which is the teacher."""
         assert isinstance(student, DSparkFunctions)
         target, slots = student.hidden_and_blocks(params, *list_columns(batch), batch["anchors"])
-        return Runs(slots, target=target)
+        return Runs(slots, (), target, student.judge_slots(params, slots))
 
     def begin_parts(
         self, kind: TeacherKind, teacher: RunningTeacher, batch: Batch, parts: int
@@ -733,7 +753,8 @@ class DraftHead(_Drafting):
         asked = self.asked
         assert asked is not None
         mask = choose_mask(student.tokenizer)
-        sizes = HeadSizes(asked.layers, asked.slots, asked.rank, mask, ())
+        confident = asked.confidence > 0
+        sizes = HeadSizes(asked.layers, asked.slots, asked.rank, mask, (), confident)
         return sizes.shape(student.spec)
 
     def draw(self, student: Checkpoint, seed: int) -> Params:
@@ -758,15 +779,40 @@ class DraftHead(_Drafting):
             spec, layers=(attends,) * count, delta_key_heads=0, delta_value_heads=0, drafts=0
         )
 
-    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
-        """Counts the target without its head, the draft head both ways, and both unembeddings."""
+    def _shape_like(self, spec: ArchSpec) -> DSparkShape:
+        """The shape of the head that the config describes, for its sizes."""
         assert self.asked is not None
-        shape = HeadSizes(self.asked.layers, self.asked.slots, self.asked.rank, 0, ()).shape(spec)
+        return HeadSizes(self.asked.layers, self.asked.slots, self.asked.rank, 0, ()).shape(spec)
+
+    def count_columns(self, spec: ArchSpec) -> tuple[int, int]:
+        """Columns of the target's unembedding, and of the bias, which alone have a gradient."""
+        rank = self._shape_like(spec).rank
+        return spec.hidden_size + rank, rank
+
+    def count_taps(self, spec: ArchSpec) -> int:
+        """Numbers a position of all taps."""
+        return len(self._shape_like(spec).taps) * spec.hidden_size
+
+    def keep_more(self, spec: ArchSpec, length: int) -> int:
+        """Counts the taps, what joins them, and each layer's keys and values of the text.
+
+        Scores of rows that are one block of queries are kept as well.
+        """
+        shape, heads = self._shape_like(spec), spec.num_kv_heads * spec.head_dim
+        scores = 2 * spec.num_heads * length * (length <= QUERY_BLOCK)
+        layer = 4 * heads + scores  # keys before and after their norm, turned; values
+        return self.count_taps(spec) + 3 * spec.hidden_size + shape.spec.num_layers * layer
+
+    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
+        """Counts the draft head both ways, and its unembedding; the target is the teacher."""
+        shape = self._shape_like(spec)
         flat = _flatten(trace_head(shape, Compute())[1])
         products = sum(x.size for path, x in flat.items() if path[0] in ("fc", "blocks"))
-        scores = 4.0 * shape.spec.num_heads * shape.spec.head_dim * length * shape.spec.num_layers
-        logits = 2.0 * spec.vocab_size * (spec.hidden_size + 2 * shape.rank)
-        return spec.forward_flops(length) + 3 * (2.0 * products + scores) + logits
+        products += sum(flat["blocks", "attn", name, "weight"].size for name in ("k", "v"))
+        scores = 4.0 * spec.num_heads * spec.head_dim * length * shape.spec.num_layers
+        columns, with_gradient = self.count_columns(spec)
+        logits = 2.0 * spec.vocab_size * (2 * columns + with_gradient)
+        return 3 * (2.0 * products + scores) + logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1025,7 +1071,8 @@ def choose_form(form: Form | None, student: Model) -> Form:
 def form_of(student: StudentConfig) -> Form:
     """Returns the form that a config requests, before a student settles it."""
     if student.block == DSPARK:
-        return DraftHead(decay=student.dspark.decay, asked=student.dspark)
+        asked = student.dspark
+        return DraftHead(decay=asked.decay, confidence=asked.confidence, asked=asked)
     if student.block:
         return DraftBlock(new=student.block == NEW, later=split_drafts(student.later_drafts))
     if not student.quantize:

@@ -326,6 +326,8 @@ class _Temporaries:
         else:
             rule = self._kept_rule(self._trained)
             kept = positions * _keep_a_position(self._trained, *sizes, rule)
+            more = form.keep_more(student, self.config.data.seq_len)
+            kept += positions * self._size * more
         if remat == "none" and form.casts:
             # And weights as cast for the products; that of the head is counted where it is used.
             kept += self._size * student.num_layers * count_layer(student) / self._tensor
@@ -338,7 +340,7 @@ class _Temporaries:
         alone = self.platform == "gpu" and self._tensor == 1
         made = _count_divergence(self.config.loss.divergence, self._size)
         logits = 4 + self.kind.logit_bytes + made + (0 if alone else 4)
-        parts = self._heads(positions, logits, gradient=0 if self._form.freezes else 4)
+        parts = self._heads(positions, logits, gradient=4)
         if self._on_cpu:  # XLA holds them on a GPU too, where the other parts make up for it
             student = self.pair.student.spec
             layers = 4 * student.num_layers * count_layer(student)
@@ -367,27 +369,29 @@ class _Temporaries:
         return {
             "teacher's activations": positions * position,
             "scores of its attention": scores if self._on_cpu else 0,
+            "its layers' states": positions * self._size * self._form.count_taps(teacher),
             "a teacher layer": layer * self._decoded,
             "a layer and the embedding, gathered": gathered * self._gathered,
         }
 
     def _heads(self, positions: Size, logits: Size, *, gradient: int) -> dict[str, Size]:
         """`logits` and `gradient` in bytes: of an id at a position, of a number of the head."""
-        student, teacher = self.pair.student.spec, self.pair.teacher
+        teacher = self.pair.teacher
+        columns, trained = self._form.count_columns(self.pair.student.spec)
         chunk = min(self.config.loss.chunk_tokens, positions)
         width = self.pair.vocabulary.width / self._tensor
         theirs = teacher.spec.hidden_size if teacher and self.kind.logit_bytes else 0
         # The student's hidden states, their gradient, both chunked; the teacher's, chunked, and, of
         # a batch that came with them, as they came.
-        states = 3 * student.hidden_size + (1 if self.kind.runs else 2) * theirs
+        states = 3 * columns + (1 if self.kind.runs else 2) * theirs
         return {
             "logits of a chunk": chunk * width * logits,
-            "student's head": width * student.hidden_size * (self._made_head + gradient),
+            "student's head": width * (columns * self._made_head + trained * gradient),
             "teacher's head": width * theirs * (self._decoded or self._gathered),
-            "student's head, gathered": width * student.hidden_size * self._gathered_masters,
+            "student's head, gathered": width * columns * self._gathered_masters,
             "hidden states": positions * self._size * states,
             "heads in one order": self.pair.vocabulary.count_copies(
-                4 * student.hidden_size, self._size * theirs
+                4 * columns, self._size * theirs
             ),
         }
 

@@ -35,7 +35,7 @@ from kdjax.device.sharding import (
     splits_state,
 )
 from kdjax.errors import UserError
-from kdjax.losses.chunked import HeadSpec, LossSums
+from kdjax.losses.chunked import HeadSpec, LossSums, add_confidence
 from kdjax.losses.kd import KDLoss, Schedules
 from kdjax.losses.layers import ExtraSums, LayerLoss
 from kdjax.losses.positions import EvalSums
@@ -200,23 +200,24 @@ def _sum_over_devices(
 
 def _run_both(
     spec: StepSpec, kind: TeacherKind, params: Params, teacher: Params, batch: Batch
-) -> tuple[tuple[Array, Array], RunningTeacher, dict[str, Array] | None, Any]:
+) -> tuple[tuple[Array, Array], RunningTeacher, dict[str, Array] | None, Any, Array | None]:
     """Runs the student, and the teacher's layers that losses read.
 
     Returns hidden states and head of the student, the teacher for its kind, and the sums of layer
     losses, or of the student's later predictions, by name and their weighted total; both are None
-    without such losses.
+    without such losses. Returns also the student's confidence, None without.
     """
     running = RunningTeacher(spec.teacher, teacher)
     columns = batch["tokens"], batch["segment_ids"], batch["positions"]
     if not spec.extra:
-        hidden, later, target = spec.form.run(spec.student, params, batch)
+        hidden, later, target, confidence = spec.form.run(spec.student, params, batch)
         student, running = (hidden, spec.student.head(params)), running._replace(known=target)
         if not later:
-            return student, running, None, None
+            return student, running, None, None, confidence
         if kind.runs and not isinstance(spec.teacher, tuple):  # once, for all predictions
             running = running._replace(known=running.hidden(batch))
-        return student, running, *_sum_later(spec, kind, later, student[1], running, batch)
+        sums = _sum_later(spec, kind, later, student[1], running, batch)
+        return student, running, *sums, confidence
     projections: Any = params.get(_EXTRA, {})
     params = {name: x for name, x in params.items() if name != _EXTRA}
     names, theirs = list_names(spec.extra, "student"), {}
@@ -230,7 +231,7 @@ def _run_both(
         sums = loss.sum(ours, theirs, batch, projections.get(loss.name, {}))
         extra |= sums
         total += loss.weight * sum(sums.values())
-    return (hidden, spec.student.head(params)), running, extra, total
+    return (hidden, spec.student.head(params)), running, extra, total, None
 
 
 def _sum_later(
@@ -299,10 +300,11 @@ def _sum_gradients(
 
     def sum_loss(trained: Params, part: Batch) -> tuple[Array, LossSums]:
         seen = put_back(trained, params)
-        student, running, extra, total = _run_both(spec, kind, seen, teacher, part)
+        student, running, extra, total, confidence = _run_both(spec, kind, seen, teacher, part)
         sums = kind.sum_loss(student, running, part, spec.head)
         if extra is not None:
             sums = sums._replace(loss=sums.loss + total, extra=extra)
+        sums = add_confidence(sums, confidence, part["weights"], spec.form.confidence)
         return sums.loss, sums
 
     gradient = jax.grad(sum_loss, has_aux=True)
@@ -316,7 +318,7 @@ def _sum_gradients(
         parts = _split_batch(batch, spec.microbatches)
         zero = jnp.zeros((), jnp.float32)
         sums = LossSums(zero, zero, None if isinstance(kind, NoTeacher) else zero)
-        if spec.extra or spec.form.later:
+        if spec.extra or spec.form.later or spec.form.confidence:
             first = jax.tree.map(lambda x: x[0], parts)
             shapes = jax.eval_shape(sum_loss, trained, first)[1].extra
             sums = sums._replace(extra=jax.tree.map(lambda _: zero, shapes))
@@ -394,7 +396,7 @@ def eval_step(
     _refuse_other(spec.shapes, teacher)
 
     def sum_evaluation(params: Params, teacher: Params, batch: Batch) -> Any:
-        student, running, extra, total = _run_both(spec, spec.kind, params, teacher, batch)
+        student, running, extra, total, _ = _run_both(spec, spec.kind, params, teacher, batch)
         sums = spec.kind.sum_evaluation(student, running, batch, spec.head)
         return sums if extra is None else ExtraSums(sums, extra, total)
 
@@ -794,6 +796,7 @@ def assemble_step(
     form.check_teachers(student, models)
     kind = vocabulary.adapt(kind, extra)
     head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
+    head = dataclasses.replace(head, accepts=form.confidence > 0)
     optimizer, layers = train_only(optimizer, form.masters(student.params), student.spec, trainable)
     functions: Any = models[0].functions if models else None
     arrays: Any = models[0].params if models else None

@@ -47,7 +47,7 @@ params.n_ctx, params.n_parallel = settings["slots"] * settings["positions"], set
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
 if settings["draft"]:
     draft, kinds = params.speculative.draft, xllamacpp.common_speculative_type
-    draft.n_max, draft.n_min, draft.p_min = settings["most"], 0, 0.0
+    draft.n_max, draft.n_min, draft.p_min = settings["most"], 0, settings["least"]
     if settings["draft"] == "own":
         params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
     else:
@@ -67,6 +67,7 @@ def serve(
     draft: str | Path = "",
     kind: str = "simple",
     most: int = 1,
+    least: float = 0.0,
     slots: int = 2,
     positions: int = 256,
     threads: int = 2,
@@ -74,11 +75,12 @@ def serve(
     """The address of a llama.cpp server of a GGUF file, on the CPU; it ends with the context.
 
     `draft` is a file whose model drafts at most `most` ids a pass, or "own", the file's own block;
-    `kind` is the file's, `simple` or `dspark`.
+    `kind` is the file's, `simple` or `dspark`; its drafts end before one of less confidence than
+    `least`.
     Raises `UserError` with the end of its log if it does not begin.
     """
     settings = dict(model=str(model), draft=str(draft), most=most, slots=slots)
-    settings["kind"] = kind
+    settings |= dict(kind=kind, least=least)
     settings |= dict(positions=positions, threads=threads)
     command = [sys.executable, "-c", _SERVER, json.dumps(settings)]
     with tempfile.TemporaryFile("w+") as log:
