@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from scipy.special import log_softmax, softmax
+from test_families import wide, write_small_tokenizer
 
 import kdjax
 from kdjax.errors import UserError
@@ -31,17 +32,22 @@ PROMPTS = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in (24, 2
 NEW = dict(max_tokens=30, stop_ids=())
 
 
+def calm(model):
+    """The model with less of what its layers add."""
+    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
+    for key in flat:
+        if {"o", "down"} & set(key[-2:]):
+            flat[key] = 0.3 * flat[key]
+    return model.replace(params=unflatten_dict(flat))
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A model whose layers change little, so that a head can guess what it says."""
     folder = tmp_path_factory.mktemp("dspark")
     write_random_gguf(folder / "random.gguf", SHAPE, recipe="f32")
     model = kdjax.load(folder / "random.gguf", dtype="float32")
-    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
-    for key in flat:
-        if {"o", "down"} & set(key[-2:]):
-            flat[key] *= 0.3
-    kdjax.export_gguf(model.replace(params=unflatten_dict(flat)), folder / "m.gguf", dtype="f32")
+    kdjax.export_gguf(calm(model), folder / "m.gguf", dtype="f32")
     return folder / "m.gguf"
 
 
@@ -328,11 +334,10 @@ def draft_by_hand(model, head, prompt, count, least=0.0):
     return ids[len(prompt) : len(prompt) + count], passes, kept
 
 
-@pytest.fixture(scope="module")
-def learned(model, head):
+def teach(model, head, prompts):
     """The head after some steps on the model's own texts."""
-    answers = model.generate(PROMPTS, max_tokens=40, stop_ids=())
-    rows = np.asarray([(p + a.ids)[-33:] for p, a in zip(PROMPTS, answers, strict=True)])
+    answers = model.generate(prompts, max_tokens=40, stop_ids=())
+    rows = np.asarray([(p + a.ids)[-33:] for p, a in zip(prompts, answers, strict=True)])
     batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
     step = kdjax.make_step(
         head, model, kdjax.KDLoss(kdjax.total_variation, alpha=0.1), optax.adam(3e-3)
@@ -341,6 +346,11 @@ def learned(model, head):
     for _ in range(60):
         state, _ = step(state, model.params, batch)
     return head.replace(params=step.see(state))
+
+
+@pytest.fixture(scope="module")
+def learned(model, head):
+    return teach(model, head, PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -375,13 +385,8 @@ def test_llama_cpp_accepts_as_many(path, model, learned, tmp_path, middle, confi
     least = confident * middle
     pytest.importorskip("xllamacpp")
     export_head(learned, tmp_path / "h.gguf", dtype="f32")
-    asked = dict(n_predict=30, temperature=0.0, ignore_eos=True, cache_prompt=False)
-    served = dict(draft=tmp_path / "h.gguf", kind="dspark", most=SLOTS, least=least, threads=1)
-    with llama_answers.serve(path, **served) as url:
-        answers = [
-            llama_answers.ask(url, "/completion", asked | dict(prompt=prompt, return_tokens=True))
-            for prompt in PROMPTS
-        ]
+    served = dict(draft=tmp_path / "h.gguf", kind="dspark", most=SLOTS, least=least)
+    answers = ask_server(path, PROMPTS, **served)
     how = dict(draft=learned, draft_tokens=SLOTS, max_tokens=29, stop_ids=(), draft_p_min=least)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
@@ -393,6 +398,38 @@ def test_llama_cpp_accepts_as_many(path, model, learned, tmp_path, middle, confi
         assert accepted <= drafted <= SLOTS * rounds
         assert (drafted >= SLOTS * (rounds - 2)) is not confident
         assert 0 <= ours.drafted.accepted - accepted <= SLOTS
+
+
+def ask_server(path, prompts, **served):
+    """Answers of llama.cpp's server to prompts, greedily."""
+    asked = dict(n_predict=30, temperature=0.0, ignore_eos=True, cache_prompt=False)
+    asked["return_tokens"] = True
+    with llama_answers.serve(path, threads=1, **served) as url:
+        return [llama_answers.ask(url, "/completion", asked | dict(prompt=p)) for p in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("taps", [(), (0, 2)])
+def test_llama_cpp_writes_a_llamas_text_with_its_head(tmp_path, taps):
+    """Its text with the head is its text without, and kdjax's; drafts are accepted."""
+    pytest.importorskip("xllamacpp")
+    random = wide("llama", str(write_small_tokenizer(tmp_path / "tokenizer.gguf")))
+    kdjax.export_gguf(calm(random), tmp_path / "m.gguf", dtype="f32")
+    model = kdjax.load(tmp_path / "m.gguf", dtype="float32")
+    made = make_head(model, layers=1, slots=SLOTS, rank=RANK, taps=taps)
+    prompts = [[i % 130 + 3 for i in prompt] for prompt in PROMPTS]
+    trained = teach(model, made, prompts)
+    export_head(trained, tmp_path / "h.gguf", dtype="f32")
+    plain = ask_server(tmp_path / "m.gguf", prompts)
+    head = dict(draft=tmp_path / "h.gguf", kind="dspark", most=SLOTS)
+    drafted = ask_server(tmp_path / "m.gguf", prompts, **head)
+    assert [a["tokens"] for a in drafted] == [a["tokens"] for a in plain]
+    how = dict(draft=trained, draft_tokens=SLOTS, max_tokens=29, stop_ids=())
+    for prompt, answer in zip(prompts, drafted, strict=True):
+        ids, accepted = answer["tokens"], answer["timings"]["draft_n_accepted"]
+        ours = model.generate([prompt + ids[:1]], **how)[0]
+        assert ours.ids == ids[1:] and 0 <= ours.drafted.accepted - accepted <= SLOTS
+    assert sum(answer["timings"]["draft_n_accepted"] for answer in drafted) > 10
 
 
 def test_files_keep_the_head(model, head, tmp_path):
