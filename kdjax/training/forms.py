@@ -275,9 +275,13 @@ class Form:
         """Numbers a position that the student reads of its teacher's layers."""
         return 0
 
-    def keep_more(self, spec: ArchSpec, length: int) -> int:
+    def keep_more(self, spec: ArchSpec) -> int:
         """Numbers a position that the backward pass reads in addition to those of layers."""
         return 0
+
+    def count_attention(self, spec: ArchSpec, length: int, usual: float) -> float:
+        """Bytes a position of the backward pass of attention; `usual` are a student's."""
+        return usual
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """FLOP a token of the student; `trained` is the share of bytes that have a gradient."""
@@ -750,12 +754,7 @@ class DraftHead(_Drafting):
 
     def shape(self, student: Checkpoint) -> DSparkShape:
         """The shape of the head that the config describes."""
-        asked = self.asked
-        assert asked is not None
-        mask = choose_mask(student.tokenizer)
-        confident = asked.confidence > 0
-        sizes = HeadSizes(asked.layers, asked.slots, asked.rank, mask, (), confident)
-        return sizes.shape(student.spec)
+        return self._shape_like(student.spec, choose_mask(student.tokenizer))
 
     def draw(self, student: Checkpoint, seed: int) -> Params:
         """Draws a new head."""
@@ -763,7 +762,7 @@ class DraftHead(_Drafting):
 
     def shapes(self, student: Checkpoint) -> Params:
         """Shapes of the head."""
-        return {HEAD: trace_head(self.shape(student), Compute())[1]}
+        return {HEAD: trace_head(self._shape_like(student.spec), Compute())[1]}
 
     def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
         """Makes a model of the teacher's arrays, with shapes of the head."""
@@ -779,10 +778,12 @@ class DraftHead(_Drafting):
             spec, layers=(attends,) * count, delta_key_heads=0, delta_value_heads=0, drafts=0
         )
 
-    def _shape_like(self, spec: ArchSpec) -> DSparkShape:
-        """The shape of the head that the config describes, for its sizes."""
-        assert self.asked is not None
-        return HeadSizes(self.asked.layers, self.asked.slots, self.asked.rank, 0, ()).shape(spec)
+    def _shape_like(self, spec: ArchSpec, mask: int = 0) -> DSparkShape:
+        """The shape of a head for a target of this architecture; no size depends on `mask`."""
+        asked = self.asked
+        assert asked is not None
+        sizes = HeadSizes(asked.layers, asked.slots, asked.rank, mask, (), asked.confidence > 0)
+        return sizes.shape(spec)
 
     def count_columns(self, spec: ArchSpec) -> tuple[int, int]:
         """Columns of the target's unembedding, and of the bias, which alone have a gradient."""
@@ -793,15 +794,15 @@ class DraftHead(_Drafting):
         """Numbers a position of all taps."""
         return len(self._shape_like(spec).taps) * spec.hidden_size
 
-    def keep_more(self, spec: ArchSpec, length: int) -> int:
-        """Counts the taps, what joins them, and each layer's keys and values of the text.
+    def keep_more(self, spec: ArchSpec) -> int:
+        """Counts the taps, what joins them, and each layer's keys and values of the text."""
+        layers = self._shape_like(spec).spec.num_layers
+        layer = 4 * spec.num_kv_heads * spec.head_dim  # keys, normed, turned; values
+        return self.count_taps(spec) + 3 * spec.hidden_size + layers * layer
 
-        Scores of rows that are one block of queries are kept as well.
-        """
-        shape, heads = self._shape_like(spec), spec.num_kv_heads * spec.head_dim
-        scores = 2 * spec.num_heads * length * (length <= QUERY_BLOCK)
-        layer = 4 * heads + scores  # keys before and after their norm, turned; values
-        return self.count_taps(spec) + 3 * spec.hidden_size + shape.spec.num_layers * layer
+    def count_attention(self, spec: ArchSpec, length: int, usual: float) -> float:
+        """Counts a block of queries' float32 scores four times: of the text, and of all slots."""
+        return 4 * 4 * 2 * spec.num_heads * min(length, QUERY_BLOCK)
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """Counts the draft head both ways, and its unembedding; the target is the teacher."""

@@ -326,8 +326,7 @@ class _Temporaries:
         else:
             rule = self._kept_rule(self._trained)
             kept = positions * _keep_a_position(self._trained, *sizes, rule)
-            more = form.keep_more(student, self.config.data.seq_len)
-            kept += positions * self._size * more
+            kept += positions * self._size * form.keep_more(student)
         if remat == "none" and form.casts:
             # And weights as cast for the products; that of the head is counted where it is used.
             kept += self._size * student.num_layers * count_layer(student) / self._tensor
@@ -408,6 +407,7 @@ class _Temporaries:
         attention = 8 * slots * spec.num_heads * spec.head_dim
         if self._on_cpu:
             attention = count_scores(spec, 1, self.config.data.seq_len) / self.config.data.seq_len
+        attention = self._form.count_attention(spec, self.config.data.seq_len, attention)
         mlp = 6 * self._size * spec.mlp_width  # gate, up, their product, and the gradient of each
         again, remat = spec.period().count(True), self.config.student.remat
         if again and remat == "full":
