@@ -21,7 +21,7 @@ from quick import cases
 
 from kdjax.commands import plan as command
 from kdjax.commands.parsing import apply_environment
-from kdjax.config import NEW, SELF, WEIGHTS, Config, set_fields
+from kdjax.config import DSPARK, NEW, SELF, WEIGHTS, Config, set_fields
 from kdjax.device import machines, sharding
 from kdjax.device.machines import Machine
 from kdjax.device.placement import Placement
@@ -477,6 +477,25 @@ def test_a_block_that_drafts_is_planned_as_xla_counts(pairs, shape, divergence, 
     pair = Pair(model, block, pairs["7b"].tokenizer, Vocabulary(248320, 248049))
     made = plan.make_plan(config, pair, make_local_mesh(1), H200, KINDS["packed"])
     assert made.peak / 1e9 == pytest.approx(total, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "length"), [(8, 256), (4, 1024)])
+def test_a_head_that_drafts_is_planned_within_15_percent(pairs, tmp_path, rows, length):
+    """By XLA's account of the step, compiled for shapes, on a CPU; the target's arrays are one."""
+    sizes = dict(layers=3, hidden=384, heads=6, kv_heads=2, head=64, ffn=1024, rows=8000)
+    write_random_gguf(tmp_path / "m.gguf", SHAPES["tiny-teacher"]._replace(**sizes))
+    config, mesh = config_of(rows, length, chunk=512, segments=1), make_local_mesh(1)
+    named = {"teacher.path": SELF, "teacher.weights": "packed", "train.compute_dtype": "float32"}
+    named |= {"student.block": DSPARK, "student.dspark.rank": 64, "loss.alpha": 0.1}
+    set_fields(config, named | {"loss.divergence": "total_variation", "loss.temperature": 1.0})
+    model = open_checkpoint(str(tmp_path / "m.gguf"))
+    pair = Pair(model, model, pairs["7b"].tokenizer, Vocabulary(8000, 8000))
+    held = compiled.count_step(config, pair, Placement.on(mesh), KINDS["packed"])
+    made = plan.make_plan(config, pair, mesh, on(1, "cpu"), KINDS["packed"])
+    head = model.table.info("output.weight").nbytes  # an argument twice: of target and teacher
+    assert sum(made.resident.values()) == pytest.approx(held.arguments - head, rel=0.01)
+    assert made.peak == pytest.approx(sum(held) - head, rel=0.15)
 
 
 def test_own_answers_are_planned_with_all_that_writes_them(pairs):

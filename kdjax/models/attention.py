@@ -110,18 +110,17 @@ def attend_runs(
     return _map_blocks(run, rows).reshape(q.shape)
 
 
-def _map_blocks(run: Callable[[Any, Array], Array], rows: Any, *, alone: bool = False) -> Array:
+def _map_blocks(run: Callable[[Any, Array], Array], rows: Any) -> Array:
     """`run(rows, start)` of blocks of queries, joined; each of `rows` has the shape `[B, T, ...]`.
 
-    The scores of a block are recomputed in the backward pass, never stored; those of a single block
-    only if `alone`.
+    The scores of a block are recomputed in the backward pass, never stored.
     """
     batch, length = jax.tree.leaves(rows)[0].shape[:2]
     block = min(QUERY_BLOCK, length)
     blocks = -(-length // block)
     starts = jnp.arange(blocks, dtype=jnp.int32) * block
     if blocks == 1:
-        return (jax.checkpoint(run) if alone else run)(rows, starts[0])
+        return run(rows, starts[0])
     pad = blocks * block - length
 
     def cut(x: Array) -> Array:
@@ -185,7 +184,7 @@ def attend_blocks(
     run = functools.partial(
         _run_slots, k=both[0], v=both[1], key_ids=segment_ids, blocks=anchors, scale=scale
     )
-    return _map_blocks(run, (q_groups, anchors, documents), alone=True).reshape(q.shape)
+    return _map_blocks(run, (q_groups, anchors, documents)).reshape(q.shape)
 
 
 def _run_slots(

@@ -801,8 +801,13 @@ class DraftHead(_Drafting):
         return self.count_taps(spec) + 3 * spec.hidden_size + layers * layer
 
     def count_attention(self, spec: ArchSpec, length: int, usual: float) -> float:
-        """Counts a block of queries' float32 scores four times: of the text, and of all slots."""
-        return 4 * 4 * 2 * spec.num_heads * min(length, QUERY_BLOCK)
+        """Counts a block of queries' float32 scores four times: of the text, and of all slots.
+
+        Rows of a single block keep those of each layer as well.
+        """
+        layers = self._shape_like(spec).spec.num_layers
+        blocks = 1 + layers * (length <= QUERY_BLOCK)
+        return 4 * blocks * 4 * 2 * spec.num_heads * min(length, QUERY_BLOCK)
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """Counts the draft head both ways, and its unembedding; the target is the teacher."""
