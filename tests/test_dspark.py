@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from exporting import needs_llama_cpp, write_small_tokenizer
 from flax.traverse_util import flatten_dict, unflatten_dict
 from scipy.special import log_softmax, softmax
-from test_families import wide, write_small_tokenizer
+from test_families import wide
 
 import kdjax
 from kdjax.errors import UserError
@@ -281,10 +282,10 @@ def compile_step(model, head, **settings):
     return step.jitted.lower(step.abstract, model.params, batch, **step.fixed).compile(), 64
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_step_runs_the_target_once(model, head, parts):
+@pytest.mark.slow
+def test_a_step_runs_the_target_once(model, head):
     """With its predictions a step has the products of its unembedding more than without."""
-    counts = []
+    counts, parts = [], 2
     for alpha in (0.1, 1.0):
         compiled, positions = compile_step(model, head, alpha=alpha, microbatches=parts)
         counts.append(compiled.cost_analysis()["flops"])
@@ -294,7 +295,7 @@ def test_a_step_runs_the_target_once(model, head, parts):
 
 
 def test_the_bias_alone_of_the_unembedding_has_a_gradient(model, head):
-    """Of the step's products with a side of ids one is of positions, and one of the rank."""
+    """One of the step's products with a side of ids is of positions, and one of the rank."""
     compiled, positions = compile_step(model, head, alpha=1.0)
     found = re.findall(r"f32\[(\d+),(\d+)\][^=]*? dot\(", compiled.as_text())
     sizes = {(int(a), int(b)) for a, b in found}
@@ -375,21 +376,21 @@ def test_the_head_drafts_and_the_text_stays(model, learned, middle, confident):
     for prompt, answer, alone in zip(PROMPTS, found, plain, strict=True):
         ids, *counts = draft_by_hand(model, learned, prompt, 30, least)
         assert answer.ids == ids == alone.ids and [*answer.drafted] == counts
-    assert sum(answer.drafted.accepted for answer in found) > 10
+    assert sum(answer.drafted.accepted for answer in found) > (2 if confident else 10)
 
 
 @pytest.mark.slow
+@needs_llama_cpp
 @pytest.mark.parametrize("confident", [False, True])
 def test_llama_cpp_accepts_as_many(path, model, learned, tmp_path, middle, confident):
     """Its `draft-dspark`, from the second id on: it draws the first from the prompt's pass."""
     least = confident * middle
-    pytest.importorskip("xllamacpp")
     export_head(learned, tmp_path / "h.gguf", dtype="f32")
     served = dict(draft=tmp_path / "h.gguf", kind="dspark", most=SLOTS, least=least)
     answers = ask_server(path, PROMPTS, **served)
     how = dict(draft=learned, draft_tokens=SLOTS, max_tokens=29, stop_ids=(), draft_p_min=least)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
+        drafted, accepted = (count(key, [answer]) for key in ("draft_n", "draft_n_accepted"))
         ids = answer["tokens"]
         ours = model.generate([prompt + ids[:1]], **how)[0]
         assert ours.ids == ids[1:]
@@ -412,33 +413,55 @@ def count(what, answers):
     return sum(answer["timings"].get(what, 0) for answer in answers)
 
 
+def count_sure(model, text, start):
+    """Ids of a text from `start` on before the first whose two best logits are within 0.02.
+
+    llama.cpp caches keys and values in F16, which decides where these are 0.0027 apart.
+    """
+    row = np.zeros((1, 64), np.int32)
+    row[0, : len(text)] = text
+    logits = np.asarray(model.logits(row))[0, start - 1 : len(text) - 1, : model.real_vocab]
+    best = np.sort(logits, axis=-1)
+    return [*(best[:, -1] - best[:, -2] < 0.02), True].index(True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("taps", [(), (0, 2)])
-def test_llama_cpp_writes_a_llamas_text_with_its_head(tmp_path, taps):
-    """Its text with the head is its text without, whatever the confidence; drafts are accepted."""
-    pytest.importorskip("xllamacpp")
+@needs_llama_cpp
+def test_llama_cpp_writes_a_llamas_text_with_its_head(tmp_path):
+    """Its text with the head is its text without, whatever the confidence, and kdjax's."""
     random = wide("llama", str(write_small_tokenizer(tmp_path / "tokenizer.gguf")))
+    # llama.cpp draws padding rows as well, and no end of a text: both say nothing here.
+    drawn = np.arange(random.spec.vocab_size) < min(random.tokenizer.special_ids)
+    random = random.replace(
+        params={**random.params, "head": random.params["head"] * drawn[:, None]}
+    )
     kdjax.export_gguf(calm(random), tmp_path / "m.gguf", dtype="f32")
     model = kdjax.load(tmp_path / "m.gguf", dtype="float32")
-    made = make_head(model, layers=1, slots=SLOTS, rank=RANK, taps=taps)
+    made = make_head(model, layers=1, slots=SLOTS, rank=RANK, taps=(0, 2))
     prompts = [[i % 130 + 3 for i in prompt] for prompt in PROMPTS]
     trained = teach(model, made, prompts)
     export_head(trained, tmp_path / "h.gguf", dtype="f32")
-    plain = ask_server(tmp_path / "m.gguf", prompts)
     head = dict(draft=tmp_path / "h.gguf", kind="dspark", most=SLOTS)
-    drafted = ask_server(tmp_path / "m.gguf", prompts, **head)
-    sure = ask_server(tmp_path / "m.gguf", prompts, **head, least=0.5)
-    for answers in (drafted, sure):
-        assert [a["tokens"] for a in answers] == [a["tokens"] for a in plain]
+    plain, drafted, sure = (
+        ask_server(tmp_path / "m.gguf", prompts, **served)
+        for served in ({}, head, head | dict(least=0.5))
+    )
+    begun = [prompt + answer["tokens"][:1] for prompt, answer in zip(prompts, plain, strict=True)]
+    ours = model.generate(
+        begun, draft=trained, draft_tokens=SLOTS, max_tokens=29, stop_ids=(), batch_size=3
+    )
+    checked = 0
+    for row, (prompt, x) in enumerate(zip(begun, ours, strict=True)):
+        found = [answers[row]["tokens"][1:] for answers in (plain, drafted, sure)]
+        assert found[0] == found[1] == found[2]
+        same = count_sure(model, [*prompt, *x.ids], len(prompt))
+        assert found[0][:same] == x.ids[:same]
+        if same == len(x.ids):
+            accepted = count("draft_n_accepted", [drafted[row]])
+            assert 0 <= x.drafted.accepted - accepted <= SLOTS
+        checked += same
+    assert checked > 60
     assert count("draft_n", sure) < count("draft_n", drafted)
-    how = dict(max_tokens=29, stop_ids=())
-    for prompt, answer in zip(prompts, drafted, strict=True):
-        ids, accepted = answer["tokens"], answer["timings"]["draft_n_accepted"]
-        begun = [prompt + ids[:1]]
-        ours = model.generate(begun, draft=trained, draft_tokens=SLOTS, **how)[0]
-        assert ours.ids == model.generate(begun, **how)[0].ids
-        if ours.ids == ids[1:]:  # two ids of a random model may be equally probable
-            assert 0 <= ours.drafted.accepted - accepted <= SLOTS
     assert count("draft_n_accepted", drafted) > 10
 
 
@@ -462,8 +485,8 @@ def test_files_keep_the_head(model, head, tmp_path):
 
 
 def test_taps_are_spread_without_the_first():
-    assert spread_taps(28) == (1, 7, 14, 21, 27) and spread_taps(1) == (1,)
-    assert spread_taps(4) == (1, 2, 3)
+    assert spread_taps(28) == (1, 7, 14, 21, 27) and spread_taps(4) == (1, 2, 3)
+    assert spread_taps(2) == (1,) and spread_taps(1) == (0,)
 
 
 def test_what_is_no_head_is_refused(models, model, head, path):

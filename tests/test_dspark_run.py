@@ -55,7 +55,7 @@ def test_a_run_resumes_bit_for_bit_and_saves_the_head_alone(run, tmp_path):
 @pytest.mark.slow
 def test_devices_that_share_weights_train_alike(run, tmp_path):
     config, workdir, one, recorder = run
-    with mock.patch.multiple(config.mesh, data=4, fsdp=2):
+    with mock.patch.multiple(config.mesh, data=1, fsdp=2):
         ours, job = Recorder(), assemble(config, tmp_path / "run")
         assert go(config, tmp_path / "run", ours, job=job) == "finished"
     for a, b in zip(ours.curve(), recorder.curve(), strict=True):
@@ -78,23 +78,24 @@ def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys):
     how += ["--learning-rate=3e-3", f"--out={out}", "--rows=2", "--max-tokens=12"]
     how += [f"--config.data.cache_dir={tmp_path}/rows", "--config.eval.every=0"]
     how += ["--config.student.dspark.layers=1", "--config.student.dspark.rank=8"]
-    how += ["--config.student.dspark.slots=4"]
+    how += ["--config.student.dspark.slots=2"]
     assert draft.main(how) == 0
     said = capsys.readouterr().out
     shares = said.partition("T = 1: ")[2].split()
     assert float(shares[2]) > float(shares[0])
-    assert re.search(r"\n  greedily: [0-4]\.\d\d accepted a pass, \d\.\d\d times", said)
+    assert re.search(r"\n  greedily: [0-2]\.\d\d accepted a pass, \d\.\d\d times", said)
     assert f"-md {out} --spec-type draft-dspark --spec-draft-n-max " in said
     table = open_table(out)
-    assert table.info("fc.weight").dtype == "F16" and table.metadata["dflash.block_size"] == 4
+    assert table.info("fc.weight").dtype == "F16" and table.metadata["dflash.block_size"] == 2
     assert any("tensors changed" in line for line in verify(tmp_path / "o.run"))
     with_head = [f"--draft={out}", "--max-tokens=8"]
     assert generate.main([str(served), "--prompt=def f", *with_head]) == 0
-    assert "over 4 drafts each" in capsys.readouterr().err
+    assert "over 2 drafts each" in capsys.readouterr().err
     judged = [f"{served}@packed", f"--data={text}", f"--json={tmp_path}/j.json", "--rows=2"]
-    assert evaluate.main([*judged, *with_head, "--no-health"]) == 0
+    judged += ["--cost-ratio=0.1", "--no-health"]
+    assert evaluate.main([*judged, *with_head]) == 0
     (found,) = json.loads((tmp_path / "j.json").read_text())["draft"]["domains"].values()
-    assert [*found["greedy"]["blocks"]] == ["1", "2", "3", "4"]
+    assert [*found["greedy"]["blocks"]] == ["1", "2"]
 
 
 @pytest.mark.parametrize(

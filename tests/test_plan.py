@@ -481,7 +481,7 @@ def test_a_block_that_drafts_is_planned_as_xla_counts(pairs, shape, divergence, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "length"), [(8, 256), (4, 1024)])
-def test_a_head_that_drafts_is_planned_within_15_percent(pairs, tmp_path, rows, length):
+def test_a_head_that_drafts_is_planned_as_xla_counts(pairs, tmp_path, rows, length):
     """By XLA's account of the step, compiled for shapes, on a CPU; the target's arrays are one."""
     sizes = dict(layers=3, hidden=384, heads=6, kv_heads=2, head=64, ffn=1024, rows=8000)
     write_random_gguf(tmp_path / "m.gguf", SHAPES["tiny-teacher"]._replace(**sizes))
@@ -495,7 +495,7 @@ def test_a_head_that_drafts_is_planned_within_15_percent(pairs, tmp_path, rows, 
     made = plan.make_plan(config, pair, mesh, on(1, "cpu"), KINDS["packed"])
     head = model.table.info("output.weight").nbytes  # an argument twice: of target and teacher
     assert sum(made.resident.values()) == pytest.approx(held.arguments - head, rel=0.01)
-    assert made.peak == pytest.approx(sum(held) - head, rel=0.15)
+    assert made.peak == pytest.approx(sum(held) - head, rel=0.05)
 
 
 def test_own_answers_are_planned_with_all_that_writes_them(pairs):

@@ -184,7 +184,7 @@ _ROWS = (((0,), (0,)), ((), ()))  # a product that sums over the rows of both si
 
 
 class ChunkParts(NamedTuple):
-    """What the loss makes of a chunk of C positions."""
+    """Losses, and the gradient of the logits, of a chunk of C positions."""
 
     ce: Float[Array, "B C"]
     divergence: Float[Array, "B C"]

@@ -87,9 +87,13 @@ class DSparkShape:
 
 
 def spread_taps(layers: int, count: int = MOST_TAPS) -> tuple[int, ...]:
-    """Layers to tap of a target of `layers`: evenly spread, without the first."""
-    last = max(1, layers - 1)
-    return tuple(sorted({1 + round(i * (last - 1) / max(1, count - 1)) for i in range(count)}))
+    """Layers to tap of a target of `layers`: `count`, evenly spread from 1 to `layers` - 1.
+
+    A tap reads a layer's input, which for layer 0 is the embedding: only a target of one layer is
+    tapped there. The state after the last layer is no tap (llama.cpp ends at it).
+    """
+    first, last = min(1, layers - 1), layers - 1
+    return tuple(sorted({first + round(i * (last - first) / (count - 1)) for i in range(count)}))
 
 
 class HeadSizes(NamedTuple):

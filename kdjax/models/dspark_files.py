@@ -64,7 +64,7 @@ class HeadTensor(NamedTuple):
 
 
 def check_tapped(spec: ArchSpec, source: object) -> None:
-    """Raises `UserError` for a target whose inner states llama.cpp does not give to a head."""
+    """Raises `UserError` for a target whose inner states llama.cpp passes to no head."""
     if not FAMILIES[spec.family].tapped:
         known = ", ".join(name for name, family in FAMILIES.items() if family.tapped)
         raise UserError(
@@ -116,7 +116,7 @@ def _check_taps(taps: tuple[int, ...], model: Model) -> None:
     if any(not 0 <= tap <= last for tap in taps) or list(taps) != sorted({*taps}):
         raise UserError(
             f"{model.name}: found taps={taps}; expected layers from 0 to {last}, each once and in "
-            "order: llama.cpp gives a head the inputs of these."
+            "order: llama.cpp passes the inputs of these to a head."
         )
 
 

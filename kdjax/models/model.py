@@ -281,20 +281,15 @@ class Model:
         check_same_ids(self._known_tokenizer(), draft._known_tokenizer())
         params = self.params, draft.params
         sides = self.as_writer("generate"), draft.as_writer("draft")
-        kind: type[DraftWriter] = DraftWriter
-        if isinstance(draft.functions, DraftFunctions):
-            kind = BlockWriter
-        if isinstance(draft.functions, DSparkFunctions):
-            kind = HeadWriter
+        _, kind = _find_part(draft.functions) or ("", DraftWriter)
         return kind.of(*sides, params, draft_tokens), params
 
     def as_writer(self, verb: str) -> StepWriter:
         """Functions that write an id a step; raises `UserError` for a model without a decoder."""
         if not isinstance(self.functions, DecoderFunctions):
             raise UserError(f"{self}: has no decoder to {verb} with.")
-        drafts = {DraftFunctions: "block", DSparkFunctions: "head"}
-        part = next((x for kind, x in drafts.items() if isinstance(self.functions, kind)), "")
-        if verb != "draft" and part:
+        if verb != "draft" and (found := _find_part(self.functions)):
+            part, _ = found
             raise UserError(
                 f"{self.name}: found a {part} that drafts; expected a model to {verb} with. Give "
                 f"the {part} to the model that it belongs to: model.generate(prompts, "
@@ -308,6 +303,18 @@ class Model:
         if self.tokenizer is None:
             raise UserError(f"{self}: has no tokenizer for {prompt!r}; give token ids.")
         return self.tokenizer.open_text(self.tokenizer.encode(prompt))
+
+
+# Functions of a part of a model that drafts for it: its name, and how answers are written with it.
+_PARTS: Mapping[type, tuple[str, type[DraftWriter]]] = {
+    DraftFunctions: ("block", BlockWriter),
+    DSparkFunctions: ("head", HeadWriter),
+}
+
+
+def _find_part(functions: ModelFunctions) -> tuple[str, type[DraftWriter]] | None:
+    """The entry of `_PARTS` for these functions; None for a model that writes."""
+    return next((x for kind, x in _PARTS.items() if isinstance(functions, kind)), None)
 
 
 def _fill_columns(tokens: Array, segment_ids: Any, positions: Any) -> tuple[Array, Array, Array]:

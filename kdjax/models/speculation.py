@@ -56,7 +56,6 @@ class DraftWriter:
     small: StepWriter
     drafts: int  # in a round
     spread: Spread | None = None  # of both models' parameters
-    least: float = 0.0  # a round's drafts end before one of less confidence; of a head that drafts
 
     @classmethod
     def of(
@@ -332,6 +331,7 @@ class BlockWriter(DraftWriter):
         return drafts, logits, keep_first, None
 
 
+@dataclasses.dataclass(frozen=True)
 class HeadWriter(DraftWriter):
     """A model whose DSpark head drafts for it: `small` has the head among its parameters.
 
@@ -339,6 +339,8 @@ class HeadWriter(DraftWriter):
     by the one before. Ids that the model has read, rejected ones too, go into the head's keys and
     values; a block sees those before its anchor alone. (llama.cpp's `draft-dspark`.)
     """
+
+    least: float = 0.0  # a round's drafts end before one of less confidence
 
     @classmethod
     def of(

@@ -110,6 +110,11 @@ class Form:
     later: ClassVar[tuple[float, ...]] = ()
     confidence: ClassVar[float] = 0.0  # weight of the loss of its confidence, see `Runs`
 
+    @property
+    def sums_more(self) -> bool:
+        """Whether a step sums losses of later predictions or of confidence."""
+        return bool(self.later or self.confidence)
+
     def settle(self, student: Model) -> "Form":
         """Completes the form from its student; raises `UserError` for one that it does not fit."""
         return self
@@ -276,7 +281,7 @@ class Form:
         return 0
 
     def keep_more(self, spec: ArchSpec) -> int:
-        """Numbers a position that the backward pass reads in addition to those of layers."""
+        """Numbers a position that the backward pass reads in addition to a student's layers."""
         return 0
 
     def count_attention(self, spec: ArchSpec, length: int, usual: float) -> float:
@@ -803,11 +808,11 @@ class DraftHead(_Drafting):
     def count_attention(self, spec: ArchSpec, length: int, usual: float) -> float:
         """Counts a block of queries' float32 scores four times: of the text, and of all slots.
 
-        Rows of a single block keep those of each layer as well.
+        Rows of a single block keep the scores of each layer as well.
         """
         layers = self._shape_like(spec).spec.num_layers
         blocks = 1 + layers * (length <= QUERY_BLOCK)
-        return 4 * blocks * 4 * 2 * spec.num_heads * min(length, QUERY_BLOCK)
+        return 4.0 * blocks * 4 * 2 * spec.num_heads * min(length, QUERY_BLOCK)
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """Counts the draft head both ways, and its unembedding; the target is the teacher."""

@@ -318,7 +318,7 @@ def _sum_gradients(
         parts = _split_batch(batch, spec.microbatches)
         zero = jnp.zeros((), jnp.float32)
         sums = LossSums(zero, zero, None if isinstance(kind, NoTeacher) else zero)
-        if spec.extra or spec.form.later or spec.form.confidence:
+        if spec.extra or spec.form.sums_more:
             first = jax.tree.map(lambda x: x[0], parts)
             shapes = jax.eval_shape(sum_loss, trained, first)[1].extra
             sums = sums._replace(extra=jax.tree.map(lambda _: zero, shapes))
@@ -462,10 +462,7 @@ def state_shardings(
 
 
 def _count_frozen(student: ModelFunctions, params: Params, frozen: frozenset[str]) -> int:
-    """Counts the first columns of a decoder's head that get no gradient.
-
-    Those of its embedding if the two are one.
-    """
+    """Counts the first columns of a decoder's head, its embedding if tied, without a gradient."""
     if not isinstance(student, DecoderFunctions):  # names of a custom module say nothing
         return 0
     count = 0
@@ -726,7 +723,8 @@ def make_step(
     `form` selects the trained parameters and computes the ones of the forward pass:
     `Rounded("q4_0")` rounds the student to the blocks of a GGUF file. By default (None) a student
     with adapters trains these (`Adapters`), a student of `take_block` trains its block
-    (`DraftBlock`), and any other student trains all of its parameters. `trainable` names the
+    (`DraftBlock`), one of `make_head` its head (`DraftHead`), and any other student all of its
+    parameters. `trainable` names the
     trained parameters for `trainable.choose_layers`; by default the optimizer decides. `extra` is
     one or several losses of layers, added to `loss`, each with another name (`LayerLoss`); the
     state has their projections, and the optimizer moves them.
