@@ -233,7 +233,8 @@ def _parser() -> Parser:
     add("--steps", type=int, default=1000, help="optimizer steps (%(default)s)")
     add("--batch-size", type=int, default=8, help="rows a step (%(default)s)")
     add("--seq-len", type=int, default=512, help="positions a row (%(default)s)")
-    add("--learning-rate", type=float, help="at its peak; default: 3e-4 for mtp, 6e-4, 2e-5")
+    text = "at its peak; default: 3e-4 for mtp, 6e-4 for dspark, 2e-5 for small"
+    add("--learning-rate", type=float, help=text)
     text = "block type of the draft's matrices; default: f16 for dspark, else q8_0"
     add("--type", help=text)
     add("--new", action="store_true", help="begin a new block, drawn by --seed")

@@ -59,7 +59,7 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     # Kinds whose divisors llama.cpp reads from its files; it opens no file with others.
     gguf_divisors: tuple[str, ...] = ()
-    tapped: bool = False  # llama.cpp passes the inputs of its layers to a draft head
+    tapped: bool = False  # llama.cpp passes the inputs of its layers to heads that kdjax writes
     interleaved: bool = False  # llama.cpp stores the rows of q and k as pairs (i, i + D/2)
     pre_tokenizer: str = "unknown"  # for a file that names none: a key of `PRE_TOKENIZERS`
     # Rows of `schema` that not every family has, in the order in which they are written.
@@ -94,7 +94,6 @@ _OLMO: dict[str, Any] = dict(
 
 _QWEN35: dict[str, Any] = dict(
     apr=False,
-    tapped=True,
     gguf_biases="",
     activations=("silu", "swish"),  # in delta layers too
     qk_norm=True,

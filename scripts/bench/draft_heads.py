@@ -141,6 +141,7 @@ class Run:
             write_random_gguf(Path(args.target), shape, recipe="q8_0")
         self.target = self._load(args.target)
         assert self.target.tokenizer is not None
+        self.stop_ids = self.target.tokenizer.stop_ids
         how = self.target.tokenizer, args.prompt_tokens
         self.prompts = Prompts(args.code, *how, judged=False)
         self.judged = Prompts(args.heldout_code, *how, judged=True)
@@ -164,7 +165,7 @@ class Run:
     def answer(self) -> bool:
         """Lets the target write; returns whether it has written for long enough."""
         args, half = self.args, self.args.slots // 2
-        folder, stop = args.folder / "answers", self.target.tokenizer.stop_ids
+        folder = args.folder / "answers"
         folder.mkdir(exist_ok=True)
         spent = sum(float(np.load(path)["seconds"]) for path in folder.glob("*.npz"))
         for part in itertools.count(len([*folder.glob("*.npz")])):
@@ -174,7 +175,7 @@ class Run:
                 return False
             begun = time.monotonic()
             mine = self.prompts.code(part, half) + self.prompts.prose(part, half)
-            sampling = Sampling(args.new_tokens, float(part % 2), stop_ids=stop, seed=part)
+            sampling = Sampling(args.new_tokens, float(part % 2), stop_ids=self.stop_ids, seed=part)
             found = self.target.generate(mine, sampling, batch_size=len(mine))
             seconds = time.monotonic() - begun
             tokens, weights = self._lay_out(mine, [x.ids for x in found])
@@ -193,7 +194,7 @@ class Run:
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             row = [*prompt, *answer][: shape[1]]
             if len(answer) < args.new_tokens and len(row) < shape[1]:
-                row.append(self.target.tokenizer.stop_ids[0])
+                row.append(self.stop_ids[0])
             tokens[i, : len(row)] = row
             weights[i, min(len(prompt), shape[1]) - 1 : len(row) - 1] = 1
         return tokens, weights
@@ -249,7 +250,7 @@ class Run:
         return state.replace(opt_state=(clip, adam))
 
     def _save(self, state: Any, spent: float) -> None:
-        leaves = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
+        leaves: Any = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
         aside = self.args.folder / "state.part.npz"
         np.savez(aside, spent=spent, **leaves)
         aside.rename(self.args.folder / "state.npz")
@@ -275,20 +276,23 @@ class Run:
 
     def _count(self, model: Model, draft: Model, name: str, domain: str, prompts: Any, heat: float):
         args = self.args
-        sampling = Sampling(min(128, args.new_tokens), heat, stop_ids=model.tokenizer.stop_ids)
-        size = dict(batch_size=min(32, len(prompts)))
+        sampling = Sampling(min(128, args.new_tokens), heat, stop_ids=self.stop_ids)
+        at_once = min(32, len(prompts))
         begun = time.monotonic()
-        found = model.generate(prompts, sampling, draft=draft, draft_tokens=args.block, **size)
-        seconds, passes = time.monotonic() - begun, sum(x.drafted.passes for x in found)
+        found = model.generate(
+            prompts, sampling, draft=draft, draft_tokens=args.block, batch_size=at_once
+        )
+        seconds, counts = time.monotonic() - begun, [x.drafted for x in found if x.drafted]
+        passes, accepted = sum(x.passes for x in counts), sum(x.accepted for x in counts)
         values = dict(
             target=name, domain=domain, temperature=heat, block=args.block, prompts=len(prompts),
             ids=sum(len(x.ids) for x in found), passes=passes,
-            accepted_a_pass=round(sum(x.drafted.accepted for x in found) / passes, 3),
-            accepted_length=round(sum(x.drafted.accepted for x in found) / passes + 1, 3),
+            accepted_a_pass=round(accepted / passes, 3),
+            accepted_length=round(accepted / passes + 1, 3),
             seconds=round(seconds, 1),
         )  # fmt: skip
         if not heat:
-            alone = model.generate(prompts, sampling, **size)
+            alone = model.generate(prompts, sampling, batch_size=at_once)
             values["texts_equal"] = sum(a.ids == b.ids for a, b in zip(found, alone, strict=True))
         self.note("judged", **values)
 
