@@ -88,7 +88,7 @@ def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys):
     table = open_table(out)
     assert table.info("fc.weight").dtype == "F16" and table.metadata["dflash.block_size"] == 2
     assert any("tensors changed" in line for line in verify(tmp_path / "o.run"))
-    with_head = [f"--draft={out}", "--max-tokens=8"]
+    with_head = [f"--draft={out}", "--max-tokens=12"]
     assert generate.main([str(served), "--prompt=def f", *with_head]) == 0
     assert "over 2 drafts each" in capsys.readouterr().err
     judged = [f"{served}@packed", f"--data={text}", f"--json={tmp_path}/j.json", "--rows=2"]

@@ -299,11 +299,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
         document |= {"teacher": args.teacher, "held_out": None}
         with _model_at_work("held-out text"):
             document["held_out"] = heldout.measure(
-                target,
-                teacher,
-                texts,
-                mesh,
-                batch_size=args.batch_size,
+                target, teacher, texts, mesh, batch_size=args.batch_size
             )
         if not args.no_health:
             with _model_at_work("comparing held-out figures"):
@@ -324,7 +320,7 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
                 batch_size=args.batch_size,
                 cost_ratio=args.cost_ratio,
                 seed=args.seed,
-                own=None if teacher else drafting.find_own(args.draft, target.checkpoint),
+                own=drafting.find_own(args.draft, target.checkpoint),
             )
 
 
@@ -423,8 +419,7 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
     if teacher is not None:
         share = heldout.shared_spec if args.draft else heldout.shared_vocabulary
         share(checkpoint, teacher)
-    if args.draft and teacher is None:
-        drafting.find_own(args.draft, checkpoint)
+    drafting.find_own(args.draft, checkpoint)
     most = checkpoint.spec.max_positions
     # A draft's rows are as long as prompts and answers.
     for name, one in {"model": checkpoint, "teacher": teacher or checkpoint}.items():

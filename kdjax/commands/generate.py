@@ -31,7 +31,7 @@ from kdjax.device import sharding
 from kdjax.errors import FINISHED, PEER_LOST, UserError, reporting
 from kdjax.evaluation import drafting
 from kdjax.evaluation.target import open_target
-from kdjax.models.decoding import Sampling
+from kdjax.models.decoding import Drafted, Sampling
 from kdjax.models.drafts import warn_if_refused
 
 
@@ -134,8 +134,7 @@ def _write_text(args: argparse.Namespace) -> int:
     model, draft = target.load(mesh), small.load(mesh) if small else None
     if own is not None:
         draft = own.attach(model)
-    most = own.most if own is not None else 5
-    args.draft_tokens = args.draft_tokens or min(5, most)
+    args.draft_tokens = args.draft_tokens or min(5, own.most if own is not None else 5)
     begun = time.monotonic()
     stream = Stream(args.stop)
     (completion,) = model.generate(
@@ -148,12 +147,17 @@ def _write_text(args: argparse.Namespace) -> int:
     )
     stream(0, completion.text, ended=True)
     print()
-    if drafted := completion.drafted:
+    if completion.drafted is not None:
         rate = len(completion.ids) / (time.monotonic() - begun)
-        print(
-            f"{drafted.passes} passes over {args.draft_tokens} drafts each: "
-            f"{drafted.accepted / max(drafted.passes, 1):.2f} accepted a pass, "
-            f"{rate:.1f} tokens/s, compiling included",
-            file=sys.stderr,
-        )
+        _report_drafts(completion.drafted, args.draft_tokens, rate)
     return FINISHED
+
+
+def _report_drafts(drafted: Drafted, drafts: int, rate: float) -> None:
+    """Prints to standard error what a draft saved; `rate` in tokens a second."""
+    print(
+        f"{drafted.passes} passes over {drafts} drafts each: "
+        f"{drafted.accepted / max(drafted.passes, 1):.2f} accepted a pass, "
+        f"{rate:.1f} tokens/s, compiling included",
+        file=sys.stderr,
+    )

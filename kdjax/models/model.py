@@ -241,17 +241,15 @@ class Model:
         of `sampling`; without either, the ends of text and of a turn end a completion.
         `batch_size` rows (default: at most 32) are written at once; see `decoding.write_answers`
         for `numbers`, `limits`, `room` and `on_text`. A `draft`, a smaller model of the same
-        vocabulary on the same devices, proposes `draft_tokens` ids a pass: fewer passes write equal
-        completions (`models.speculation`). A head that drafts proposes only those before the first
-        of less confidence than `draft_p_min`. Raises `UserError` for a model without a
-        decoder, for ids that no token has, for more positions than the model has, and for a draft
-        with another vocabulary.
+        vocabulary on the same devices, proposes `draft_tokens` ids a pass, a head only those before
+        the first of less confidence than `draft_p_min`: fewer passes write equal completions
+        (`models.speculation`). Raises `UserError` for a model without a decoder, for ids that no
+        token has, for too many positions, and for a draft with another vocabulary.
         """
         writer: Writer = self.as_writer("generate")
         params: Any = self.params
         if draft is not None:
-            pair, params = self._pair_with(draft, draft_tokens)
-            writer = pair.offer_from(draft_p_min)
+            writer, params = self._pair_with(draft, draft_tokens, draft_p_min)
         tokenizer = self._known_tokenizer()
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -275,14 +273,14 @@ class Model:
             )
 
     def _pair_with(
-        self, draft: "Model", draft_tokens: int
-    ) -> tuple[DraftWriter, tuple[Params, Params]]:
+        self, draft: "Model", draft_tokens: int, draft_p_min: float
+    ) -> tuple[Writer, tuple[Params, Params]]:
         """A writer for which `draft` drafts, and its parameters."""
         check_same_ids(self._known_tokenizer(), draft._known_tokenizer())
         params = self.params, draft.params
         sides = self.as_writer("generate"), draft.as_writer("draft")
         _, kind = _find_part(draft.functions) or ("", DraftWriter)
-        return kind.of(*sides, params, draft_tokens), params
+        return kind.of(*sides, params, draft_tokens).offer_from(draft_p_min), params
 
     def as_writer(self, verb: str) -> StepWriter:
         """Functions that write an id a step; raises `UserError` for a model without a decoder."""

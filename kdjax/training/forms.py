@@ -73,7 +73,7 @@ from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.models.names import list_fused, name_of
 from kdjax.models.nextn import attach_block, find_block
 from kdjax.models.weights import Scaled, name_numbers, stack_blocks
-from kdjax.training.teachers import Batch, RunningTeacher, TeacherKind
+from kdjax.training.teachers import Batch, RunningTeacher, Size, TeacherKind
 from kdjax.training.trainable import list_paths, zeros_for
 
 _log = logging.getLogger("kdjax")
@@ -284,7 +284,7 @@ class Form:
         """Numbers a position that the backward pass reads in addition to a student's layers."""
         return 0
 
-    def count_attention(self, spec: ArchSpec, length: int, usual: float) -> float:
+    def count_attention(self, spec: ArchSpec, length: int, usual: Size) -> Size:
         """Bytes a position of the backward pass of attention; `usual` are a student's."""
         return usual
 
@@ -805,14 +805,14 @@ class DraftHead(_Drafting):
         layer = 4 * spec.num_kv_heads * spec.head_dim  # keys, normed, turned; values
         return self.count_taps(spec) + 3 * spec.hidden_size + layers * layer
 
-    def count_attention(self, spec: ArchSpec, length: int, usual: float) -> float:
+    def count_attention(self, spec: ArchSpec, length: int, usual: Size) -> Size:
         """Counts a block of queries' float32 scores four times: of the text, and of all slots.
 
         Rows of a single block keep the scores of each layer as well.
         """
         layers = self._shape_like(spec).spec.num_layers
         blocks = 1 + layers * (length <= QUERY_BLOCK)
-        return 4.0 * blocks * 4 * 2 * spec.num_heads * min(length, QUERY_BLOCK)
+        return 4 * blocks * 4 * 2 * spec.num_heads * min(length, QUERY_BLOCK)
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """Counts the draft head both ways, and its unembedding; the target is the teacher."""

@@ -722,9 +722,8 @@ def make_step(
 
     `form` selects the trained parameters and computes the ones of the forward pass:
     `Rounded("q4_0")` rounds the student to the blocks of a GGUF file. By default (None) a student
-    with adapters trains these (`Adapters`), a student of `take_block` trains its block
-    (`DraftBlock`), one of `make_head` its head (`DraftHead`), and any other student all of its
-    parameters. `trainable` names the
+    with adapters trains these (`Adapters`), one of `take_block` its block (`DraftBlock`), one of
+    `make_head` its head (`DraftHead`), and any other all of its parameters. `trainable` names the
     trained parameters for `trainable.choose_layers`; by default the optimizer decides. `extra` is
     one or several losses of layers, added to `loss`, each with another name (`LayerLoss`); the
     state has their projections, and the optimizer moves them.
