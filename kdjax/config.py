@@ -757,11 +757,12 @@ CONFLICTS = (
         {"student.block": DSPARK, "loss.alpha": 1},
         "the teacher, whom alpha=1 leaves out, says which drafts it accepts",
     ),
+    Conflict("student.block", _SET, {"student.later_drafts": _SET}, "a block drafts them"),
     Conflict(
-        "student.block",
-        _choice(OWN_BLOCK, NEW),
-        {"student.later_drafts": _SET},
-        "a block drafts them",
+        "student.later_drafts",
+        "",
+        {"student.block": DSPARK},
+        "a head drafts all of a pass at once",
     ),
     Conflict(
         "student.init", "checkpoint", {"teacher.path": SELF}, "the teacher is the student's file"

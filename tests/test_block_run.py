@@ -159,7 +159,7 @@ def test_devices_that_share_weights_train_alike(run, tmp_path):
         ("student.lora.rank", 4, "student.lora.rank=4: must be 0 with student.block='own'"),
         ("mesh.tensor", 2, "mesh.tensor=2: must be 1 with student.block"),
         ("student.block", "yes", "student.block='yes': must be empty, or one of own"),
-        ("student.block", "", "student.block='': must be one of own, new with student.later"),
+        ("student.block", "", "student.block='': must be set with student.later_drafts='0.5'"),
         ("student.later_drafts", "0.5,x", "student.later_drafts='0.5,x': must be empty, or at"),
         ("student.later_drafts", "0.5,0", "student.later_drafts='0.5,0': must be empty, or at"),
     ],

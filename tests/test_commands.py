@@ -507,6 +507,7 @@ ODD = {
     "student.imatrix": "x",
     "student.block": "own",
     "student.later_drafts": "0.5",
+    "student.dspark.confidence": 1.0,
     "student.lora.rank": 4,
     "student.lora.weights": "float8",
     "loss.alpha": 0.5,

@@ -27,7 +27,7 @@ COMMANDS = {
     "lm_eval": "run lm-evaluation-harness with a model that kdjax reads",
     "generate": "write text with a model",
     "answers": "let a model answer prompts, or exercises and keep answers that pass their tests",
-    "draft": "make a draft for a model: its file's block, or a smaller model",
+    "draft": "make a draft for a model: its file's block, a head, or a smaller model",
     "shrink": "make the best GGUF file of a size from a model",
     "imatrix": "measure which inputs of a model's matrices matter on a text",
     "export": "write a trained student, or any model, for Transformers, llama.cpp or as .apr",
