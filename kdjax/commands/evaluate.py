@@ -161,7 +161,8 @@ def check(args: argparse.Namespace) -> Request:
     own = args.draft not in ("", OTHER)
     if own and args.draft != OWN_BLOCK and not is_head(Path(args.draft)):
         raise UserError(
-            f"--draft={args.draft}: expected {OTHER}, {OWN_BLOCK}, or the GGUF file of a head."
+            f"--draft={args.draft}: found no GGUF file of a head; expected one, {OTHER} or "
+            f"{OWN_BLOCK}. A separate model is the target: --teacher names what it drafts for."
         )
     if own and (args.teacher or not args.data):
         raise UserError(
