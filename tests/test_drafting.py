@@ -85,7 +85,8 @@ def test_the_figures_are_those_of_the_teachers_own_text(models, found):
     """Beside logits of both models over text that the teacher wrote, in float64."""
     folder, document = found
     (domain,) = document["draft"]["domains"].values()
-    assert document["draft"]["costs"] == {"draft": 0.25, "more": 0.0, "measured": False}
+    costs = {"draft": 0.25, "more": 0.0, "once": 0.0, "measured": False}
+    assert document["draft"]["costs"] == costs
     big, small = (load(f"{models}/{n}.gguf", dtype="float32") for n in ("teacher", "student"))
     prompts = drafting.choose_prompts(f"{folder}/text.jsonl", big.tokenizer, count=2, most=999)
     assert len(prompts) == 2 and prompts[0] != prompts[1]
