@@ -36,7 +36,7 @@ ROWS = {
 # Losses, steps, kernels interpreted, a run, resuming, text, downloads.
 _CORE = "losses cached_loss step optim kernels delta_kernels run states generate defaults hub"
 # What of them meets an API of JAX, Flax, Orbax or Transformers that nothing else here does; by the
-# others' numbers CI judges on 3.11. A third of the core tests' seconds.
+# others' numbers CI judges on 3.11. Two fifths of their seconds.
 _SURFACE = {
     "optim": "",
     "states": "",
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep", action="store_true", help="environments that are there")
     parser.add_argument("--jobs", type=int, default=2, help="processes of a row's tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
-    parser.add_argument("--surface", action="store_true", help="the third of them that CI runs")
+    parser.add_argument("--surface", action="store_true", help="the quarter of them that CI runs")
     parser.add_argument("--tests", nargs="+", metavar="FILE", help="in place of the core tests")
     args = parser.parse_args(argv)
     core = list_surface() if args.surface else [f"tests/test_{name}.py" for name in _CORE.split()]
