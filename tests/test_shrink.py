@@ -364,7 +364,7 @@ def test_sizes_that_no_file_can_have_are_refused(exact, text, tmp_path, capsys, 
     assert re.search(
         r"small.gguf: at most 0.\d MB, compared with q5_0\ncosts: 45 passes of 64", said
     )
-    assert "\nmemory of importance and costs: about 0.0 GB" in said
+    assert "\nmemory of importance, costs and GPTQ: about 0.0 GB" in said
     assert not (tmp_path / "small.shrink").exists()
 
 
@@ -378,8 +378,9 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
     out, work = tmp_path / "small.gguf", tmp_path / "small.shrink"
     assert out.stat().st_size <= count_gguf_bytes(source, "q5_0")
     rows = re.findall(r"^\| (.+) \| [\d.]+ \| ([\d.]+) \| [\d.]+ \|$", said, re.M)
-    assert [name for name, _ in rows] == ["q5_0, with importance", "small.gguf"]
-    assert float(rows[1][1]) <= float(rows[0][1])
+    weighed, gptq = "chosen types, with importance", "small.gguf, by GPTQ"
+    assert [name for name, _ in rows] == ["q5_0, with importance", weighed, gptq]
+    assert float(rows[2][1]) < float(rows[1][1]) <= float(rows[0][1])
     types = Mixture.named(str(work / "types.txt"), source.spec).tensors
     table = open_table(out)
     assert {name: table.info(name).dtype for name in types} == types
@@ -474,7 +475,8 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     assert run(exact, text, tmp_path, *flags) == 0
     said = capsys.readouterr().out
     names = re.findall(r"^\| (.+?) \| [\d.]+ \|", said, re.M)
-    assert names == ["q4_0, with importance", "chosen types, untrained", "small.gguf, trained"]
+    untrained = [f"{x}, with importance" for x in ("q4_0", "chosen types")]
+    assert names == [*untrained, "small.gguf, trained"]
     assert run(exact, text, tmp_path, "--like=q4_0", "--seconds=1", "--overwrite") == 2
     assert "Name another --work" in capsys.readouterr().err
 

@@ -5,9 +5,9 @@
 
 MODEL is a GGUF file or a Hugging Face folder, of the most bits that you have. The text should be of
 the kind that the file is for. The parts: importance of the inputs, cost of each matrix in each
-block type, choice of the types that lose least within the size, training under rounding, export,
-proof. Each part is stored in the work folder, from which the same command goes on. The closing
-table compares the file with the recipe of llama-quantize that is no larger.
+block type, choice of the types that lose least within the size, training under rounding (with
+--no-train GPTQ), export, proof. Each part is stored in the work folder, from which the same command
+goes on. The closing table compares the file with the recipe of llama-quantize that is no larger.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,14 @@ from kdjax.formats.files import make_folder, make_place, replacing
 from kdjax.formats.imatrix import hash_importance, write_importance
 from kdjax.formats.recipes import RECIPES
 from kdjax.formats.saved import CHECKPOINTS, saved_steps
+from kdjax.models import gptq
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step
 from kdjax.models.importance import sum_squares
 from kdjax.models.loading import count_parameters
 from kdjax.models.mixture import Mixture, list_matrices
 from kdjax.models.model import Model, load_model
-from kdjax.training.forms import spread_importance
+from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
 from kdjax.watch.run import distill
 
@@ -109,7 +110,7 @@ def _parser() -> Parser:
     add("--heldout", default="", metavar="PATHS", help="text to judge by; default: 2%% of --text")
     add("--steps", type=int, default=600, help="optimizer steps (%(default)s)")
     add("--seconds", type=float, default=0.0, help="train for this time, in place of --steps")
-    add("--no-train", dest="train", action="store_false", help="choose types only")
+    add("--no-train", dest="train", action="store_false", help="round by GPTQ, train nothing")
     add("--costs", type=Path, metavar="FILE", help="costs of an earlier call: measure none")
     add("--work", type=Path, metavar="DIR", help="work folder; default: FILE with .shrink")
     add("--seq-len", type=int, default=1024, help="positions a row (%(default)s)")
@@ -248,13 +249,17 @@ class _Work:
         self._model = None
         gc.collect()
 
+    def read_training(self) -> Iterator[dict[str, np.ndarray]]:
+        """Reads batches of 64 rows that train, or of one batch if that is more."""
+        source = TextSource(self.rows.train, batch_size=self.args.rows, seed=0)
+        return (source.next() for _ in range(max(1, 64 // self.args.rows)))
+
     def measure_importance(self) -> str:
         """Measures the importance of all inputs on text that trains; "" for experts."""
         if self.checkpoint.spec.experts:
             return ""
         if not self.importance.exists():
-            source = TextSource(self.rows.train, batch_size=self.args.rows, seed=0)
-            batches = (source.next()["tokens"] for _ in range(max(1, 64 // self.args.rows)))
+            batches = (batch["tokens"] for batch in self.read_training())
             sums, count = sum_squares(self.load(), batches)
             name, size = self.args.text, self.args.seq_len
             write_importance(self.importance, sums, count, datasets=[name], chunk_size=size)
@@ -284,6 +289,21 @@ class _Work:
         count = sum(map(len, costs.values()))
         _log.info("costs: %d measured in %.0f s", count, time.monotonic() - began)
         return costs
+
+    def round(self, mixture: Mixture, types: Path, imatrix: str) -> Model:
+        """Rounds the layers by GPTQ, on the rows of the importance; the packed model, on the host.
+
+        Embedding and head, and models that GPTQ does not walk, are rounded with the importance.
+        """
+        form = Rounded(str(types), imatrix).choose_types(self.checkpoint.spec)
+        model, scales = self.load(), {}
+        masters: Any = model.params
+        if gptq.suits(self.checkpoint.spec):
+            rows = self.read_training()
+            batches = [(row["tokens"], row["segment_ids"], row["positions"]) for row in rows]
+            masters, scales = gptq.round_layers(model, batches, mixture)
+        packed = jax.jit(form.pack)({}, form.complete(masters, scales), masters)
+        return model.replace(params=jax.device_get(packed))
 
     def train(self, mixture: Mixture, types: Path, imatrix: str) -> Model:
         """Trains the masters of the chosen types; returns the rounded student, on the host."""
@@ -377,13 +397,9 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
     recipe = _find_recipe(args, checkpoint, count_gguf_bytes(checkpoint, mixture))
     spread, made = work.spread(imatrix), work.folder / args.out.name
     imatrix = imatrix if mixture.searches else ""
-    student = None
-    if args.train:
-        student = work.train(mixture, types, imatrix)
-        summary = export_gguf(student, made, overwrite=True)
-    else:
-        host = read_model(checkpoint)
-        summary = export_gguf(host, made, dtype=str(types), imatrix=imatrix, overwrite=True)
+    make = work.train if args.train else work.round
+    student = make(mixture, types, imatrix)
+    summary = export_gguf(student, made, overwrite=True)
     del student
 
     def named(other: Mixture) -> Callable[[], tuple[Any, int]]:
@@ -397,9 +413,8 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
         return model.params, made.stat().st_size
 
     files = {f"{recipe}, with importance": named(Mixture.named(recipe, checkpoint.spec))}
-    if args.train:
-        files["chosen types, untrained"] = named(mixture)
-    files[f"{args.out.name}{', trained' if args.train else ''}"] = written
+    files["chosen types, with importance"] = named(mixture)
+    files[f"{args.out.name}, {'trained' if args.train else 'by GPTQ'}"] = written
     found = _prove(work, files)
     _write_card(args, work, mixture, found, free)  # first: a call that finds --out does nothing
     with stage(args.out, folder=False, overwrite=args.overwrite) as aside:
@@ -431,13 +446,17 @@ def _write_card(
 
 
 def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
-    """Bytes that importance and costs take: float32 weights, stacks exchanged, states, logits."""
+    """Bytes of importance, costs and GPTQ: float32 weights, stacks, states, logits, Hessians."""
     stacks: dict[tuple[str, ...], int] = {}
     for part in (x for parts in list_matrices(spec).values() for x in parts):
         stacks[part.path] = stacks.get(part.path, 0) + math.prod(part.shape)
     states = 8 * args.rows * args.seq_len * spec.hidden_size  # layers take turns
     logits = 4 * min(1024, args.rows * args.seq_len) * spec.vocab_size
-    return 4 * (count_parameters(spec) + _STACKS * max(stacks.values()) + states + logits)
+    costs = 4 * (count_parameters(spec) + _STACKS * max(stacks.values()) + states + logits)
+    if args.train or not gptq.suits(spec):
+        return costs
+    rounds = 4 * (2 * count_parameters(spec) + max(64, args.rows) * args.seq_len * spec.hidden_size)
+    return max(costs, rounds + gptq.count_hessian_bytes(spec))
 
 
 def _plan(
@@ -457,7 +476,7 @@ def _plan(
         print(f"costs: {passes:,} passes of {positions:,} positions{minutes}")
         room = devices.memory_bytes
         of = f" of {room / 1e9:,.1f} GB" if room else ""
-        print(f"memory of importance and costs: about {needed / 1e9:,.1f} GB{of}")
+        print(f"memory of importance, costs and GPTQ: about {needed / 1e9:,.1f} GB{of}")
         if missing := bool(room and needed > room):
             print("that is too much: take a larger device, fewer --rows, or --costs of another")
         if not args.train:

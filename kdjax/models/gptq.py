@@ -99,6 +99,11 @@ def _cut_layer(model: Model, index: int) -> DecoderFunctions:
     return functional(one, functions.compute)[0]
 
 
+def suits(spec: ArchSpec) -> bool:
+    """Whether all layers are dense attention ones, the only ones that are walked one by one."""
+    return not (spec.experts or spec.places(delta=True) or spec.drafts)
+
+
 class _Walk:
     """The layers of a dense model, one after the other, on text.
 
@@ -107,7 +112,7 @@ class _Walk:
 
     def __init__(self, model: Model, batches: Batches):
         spec, functions = model.spec, model.functions
-        if spec is None or spec.experts or spec.places(delta=True) or spec.drafts:
+        if spec is None or not suits(spec):
             raise UserError(
                 f"{model.name}: found experts, delta layers or a block that drafts; expected a "
                 "dense model. Leave the start by Hessians out."

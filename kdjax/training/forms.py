@@ -923,6 +923,12 @@ class Rounded(Form):
                 kept[*path, dtype] = fit_rows(_take(flat[path], layers), dtype, part)
         return unflatten_dict(kept)
 
+    def complete(self, masters: Params, scales: Mapping[tuple[str, ...], Scales]) -> Kept:
+        """Adds the scales that `models.gptq.round_layers` left out, such as the embedding's."""
+        rest = tuple((path, types) for path, types in self.types if (*path, types[0]) not in scales)
+        fitted = jax.jit(dataclasses.replace(self, types=rest).begin)({}, masters)
+        return unflatten_dict({**_flatten(fitted), **scales})
+
     def see(self, base: Params, kept: Kept, masters: Params) -> Params:
         """Returns the numbers that the blocks decode to."""
 

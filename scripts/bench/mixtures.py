@@ -350,15 +350,10 @@ class Bench:
         masters, scales = round_layers(
             self.exact, self.hessian_batches, mixture, self.args.damp, columns=columns
         )
-        form = self._form(mixture)
-        rest = tuple((path, types) for path, types in form.types if (*path, types[0]) not in scales)
-        kept = flatten_dict(
-            jax.jit(dataclasses.replace(form, types=rest).begin)({}, masters),
-            is_leaf=lambda _, x: isinstance(x, tuple),
-        )
+        kept = self._form(mixture).complete(masters, scales)
         jax.block_until_ready(masters)
         print(f"Hessians: {time.monotonic() - began:.1f} s", flush=True)
-        return masters, unflatten_dict(kept | scales)
+        return masters, kept
 
     def _see(self, form: Rounded, masters: Any, kept: Any) -> Any:
         return jax.jit(form.see)({}, kept, masters)
