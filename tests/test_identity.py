@@ -170,14 +170,16 @@ def test_every_field_is_part_of_the_identity_or_is_said_to_be_free():
     """Each by itself, so that a new field is compared unless somebody decides otherwise."""
     config = Config()
     config.rollout.prompts, config.student.lora.rank = "prompts", 4
+    config.student.block = "dspark"
     fields, known = flatten(config), identify(config, {})
     free = {name for name in fields if name in FREE or f"{name.partition('.')[0]}." in FREE}
     assert fields.keys() - known.keys() == free | CONTENTS.keys()
     without = identify(Config(), {})
     # They decide nothing.
-    assert not [name for name in without if name.startswith(("rollout.", "student.lora."))]
+    assert not [name for name in without if name.startswith(("rollout.", "student.lora.", "student.dspark."))]
     config.rollout.prompts, config.rollout.every = "", 3
     config.student.lora.rank, config.student.lora.alpha = 0, 3.0
+    config.student.block, config.student.dspark.rank = "", 7
     assert identify(config, {}) == without
 
 
