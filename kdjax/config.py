@@ -83,11 +83,11 @@ class LoraConfig:
 class DSparkConfig:
     """The head of `student.block=dspark`."""
 
-    layers: int = 2  # of the head itself
+    layers: int = 2  # layers of the head
     slots: int = 7  # tokens that a pass of the head drafts
-    rank: int = 256  # of the bias by the token before
+    rank: int = 256  # rank of the bias by the token before
     decay: float = 4.0  # a slot's loss weighs exp(-k / decay), k slots after the first
-    confidence: float = 1.0  # weight of the loss of what says whether a draft is accepted; 0: none
+    confidence: float = 1.0  # weight of the loss of a draft's predicted acceptance; 0: none
 
 
 @dataclasses.dataclass
@@ -134,7 +134,7 @@ class LossConfig:
     final_alpha: float = -1.0  # alpha at the last step, linearly from alpha; -1: constant
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*jsd+.5*reverse_kl, FILE.py:FUNCTION
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, as fits
-    vocabulary: str = "auto"  # auto | same | shared: what two tokenizers have in common is compared
+    vocabulary: str = "auto"  # auto | same | shared: compare what two tokenizers have in common
     allow_few_shared: bool = False  # go on with few compared positions, or little of their mass
 
 
@@ -177,13 +177,13 @@ class RolloutConfig:
     writer: str = "student"  # student | teacher: which model writes the answers
     share: float = 1.0  # share of a batch's rows that are answers; the rest is data.train
     every: int = 8  # optimizer steps between rounds of answers
-    answers: int = 1  # to each prompt
+    answers: int = 1  # answers to each prompt
     temperature: float = 1.0  # of sampling; 0: greedy
-    max_tokens: int = 256  # of the longest answer
-    prompt_tokens: int = 0  # of the longest prompt; 0: data.seq_len - max_tokens
+    max_tokens: int = 256  # length of the longest answer
+    prompt_tokens: int = 0  # length of the longest prompt; 0: data.seq_len - max_tokens
     train_cut: bool = True  # whether answers cut off at max_tokens are trained on
     batch_size: int = 1024  # answers written at a time, over all devices
-    stop_growth: float = 2.0  # stop at N times round 0's length, repetition, divergence; 0: no
+    stop_growth: float = 2.0  # stop at N times round 0's length, repetition or divergence; 0: no
     allow_other_template: bool = False  # accept a teacher whose chat template differs
 
 
