@@ -721,7 +721,7 @@ USER_STUDENT = "distill(student=)"  # the module that a run is given as Python
 
 _SET: _Rule = bool, "set"
 _DRAFTS = "the block drafts for layers that stay as they are"
-_NAMED = "it is for models that kdjax knows the architecture of"
+_NAMED = "it needs an architecture that kdjax knows"
 CONFLICTS = (
     Conflict("student.init", "checkpoint", {"student.lora.rank": _SET}, "a base to adapt"),
     Conflict(
@@ -734,7 +734,7 @@ CONFLICTS = (
         "student.lora.weights",
         _choice("packed", "dense"),
         {"student.quantize": _SET, "student.lora.rank": _SET},
-        "what adapters add is rounded with the file's own numbers",
+        "adapters are added to the file's numbers, and the sum is rounded",
     ),
     Conflict(
         "student.quantize",
@@ -755,14 +755,14 @@ CONFLICTS = (
         "student.dspark.confidence",
         0,
         {"student.block": DSPARK, "loss.alpha": 1},
-        "the teacher, whom alpha=1 leaves out, says which drafts it accepts",
+        "the teacher says which drafts it accepts, and alpha=1 leaves it out",
     ),
     Conflict("student.block", _SET, {"student.later_drafts": _SET}, "a block drafts them"),
     Conflict(
         "student.later_drafts",
         "",
         {"student.block": DSPARK},
-        "a head drafts all of a pass at once",
+        "a head drafts all tokens of a pass at once",
     ),
     Conflict(
         "student.init", "checkpoint", {"teacher.path": SELF}, "the teacher is the student's file"
@@ -782,13 +782,13 @@ CONFLICTS = (
     ),
     Conflict(
         "loss.final_alpha",
-        (lambda v: v in (-1, 1), "as the first"),
+        (lambda v: v in (-1, 1), "-1 or 1"),
         {"loss.alpha": 1},
-        "all of the run trains without the teacher; begin below 1",
+        "the run trains without the teacher from its start; begin below 1",
     ),
     Conflict(
         "teacher.weights",
-        (lambda v: v not in ("dense", "packed"), "auto, or float8 of a cache made so"),
+        (lambda v: v not in ("dense", "packed"), "auto, or float8 of a cache made in float8"),
         {"teacher.cache": _SET},
         "a cached teacher is not loaded",
     ),
@@ -796,13 +796,13 @@ CONFLICTS = (
         "teacher.cache",
         "",
         {"rollout.prompts": _SET},
-        "a cache has not read the answers of a round",
+        "a cache has no outputs for the answers of a round",
     ),
     Conflict(
         "rollout.writer",
         "student",
         {"rollout.prompts": _SET, "teacher.path": ""},
-        "no teacher runs that could write",
+        "no teacher runs, so none can write",
     ),
     Conflict("student.layers", "", {USER_STUDENT: _SET}, _NAMED),
     Conflict("student.quantize", "", {USER_STUDENT: _SET}, _NAMED),
