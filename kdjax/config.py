@@ -101,7 +101,7 @@ class StudentConfig:
     imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix that weights rounding errors
     head: str = "auto"  # auto | tied | untied; auto: as the header says, or one matrix in GGUF
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
-    block: str = ""  # own | new (MTP) | dspark: train what drafts, for teacher.path=self; "": no
+    block: str = ""  # own | new (MTP) | dspark: block to train, for teacher.path=self; "": none
     later_drafts: str = ""  # weights of a pass's drafts after the first, such as 0.6,0.35; "": none
     dspark: DSparkConfig = field(default_factory=DSparkConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -135,7 +135,7 @@ class LossConfig:
     divergence: str = "forward_kl"  # or jsd:beta=0.3, .5*jsd+.5*reverse_kl, FILE.py:FUNCTION
     chunk_tokens: int = 0  # positions whose logits exist at once; 0: 16384, 4096 or 1024, as fits
     vocabulary: str = "auto"  # auto | same | shared: compare what two tokenizers have in common
-    allow_few_shared: bool = False  # go on with few compared positions, or little of their mass
+    allow_few_shared: bool = False  # continue if two tokenizers share few positions or little mass
 
 
 @dataclasses.dataclass
