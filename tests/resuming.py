@@ -1,8 +1,12 @@
 """Runs that are killed, or asked to stop, and go on: they end as one that nothing stopped."""
 
 import contextlib
+from unittest import mock
 
 import chex
+import jax
+import numpy as np
+import pytest
 from conftest import start_over
 from test_run import Recorder, go, saved
 
@@ -79,3 +83,17 @@ def assert_resumes(job, workdir, straight, event, at, *, stop_at=None):
     (a, one), (b, two) = (saved(job, path) for path in (workdir, whole))
     assert a == b
     chex.assert_trees_all_equal(one, two)
+
+
+def assert_trains_alike(run, workdir, **mesh):
+    """Trains the run of `finish` anew on another mesh: losses and parameters are near."""
+    config, before, one, recorder = run
+    with mock.patch.multiple(config.mesh, **mesh):
+        ours, job = Recorder(), assemble(config, workdir)
+        assert go(config, workdir, ours, job=job) == "finished"
+    for a, b in zip(ours.curve(), recorder.curve(), strict=True):
+        assert a[2]["loss"] == pytest.approx(b[2]["loss"], rel=1e-4)
+    (_, found), (_, expected) = saved(job, workdir), saved(one, before)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), found.params, expected.params
+    )

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from conftest import make_tiny_config
 from exporting import read_tensors
-from resuming import assert_goes_on, finish
+from resuming import assert_goes_on, assert_trains_alike, finish
 from test_disk import no_file_beyond
 from test_nextn import SHAPE
-from test_run import Recorder, go, saved
+from test_run import go
 
 import kdjax
 from kdjax.commands import draft, export, generate
@@ -140,16 +140,7 @@ def test_devices_that_share_rows_come_to_one_devices_figures(run, served):
 
 @pytest.mark.slow
 def test_devices_that_share_weights_train_alike(run, tmp_path):
-    config, workdir, one, recorder = run
-    with mock.patch.multiple(config.mesh, data=4, fsdp=2):
-        ours, job = Recorder(), assemble(config, tmp_path / "run")
-        assert go(config, tmp_path / "run", ours, job=job) == "finished"
-    for a, b in zip(ours.curve(), recorder.curve(), strict=True):
-        assert a[2]["loss"] == pytest.approx(b[2]["loss"], rel=1e-4)
-    (_, ours), (_, theirs) = saved(job, tmp_path / "run"), saved(one, workdir)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), ours.params, theirs.params
-    )
+    assert_trains_alike(run, tmp_path / "run", data=4, fsdp=2)
 
 
 @pytest.mark.parametrize(

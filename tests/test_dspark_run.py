@@ -1,15 +1,11 @@
 """Runs that train a head that drafts (DSpark): resumed bit for bit, as a command, its file used."""
 
 import re
-from unittest import mock
 
-import jax
-import numpy as np
 import pytest
 from conftest import make_tiny_config
-from resuming import assert_goes_on, finish
+from resuming import assert_goes_on, assert_trains_alike, finish
 from test_dspark import SHAPE
-from test_run import Recorder, go, saved
 
 from kdjax.commands import draft, generate
 from kdjax.config import DSPARK, SELF
@@ -17,7 +13,6 @@ from kdjax.evaluation import drafting
 from kdjax.formats import open_table
 from kdjax.formats.saved import SavedTable
 from kdjax.models.checkpoint import open_checkpoint
-from kdjax.training.job import assemble
 from kdjax.watch.verify import verify
 from scripts.bench.synthetic import write_random_gguf
 
@@ -55,16 +50,7 @@ def test_a_run_resumes_bit_for_bit_and_saves_the_head_alone(run, tmp_path):
 
 @pytest.mark.slow
 def test_devices_that_share_weights_train_alike(run, tmp_path):
-    config, workdir, one, recorder = run
-    with mock.patch.multiple(config.mesh, data=1, fsdp=2):
-        ours, job = Recorder(), assemble(config, tmp_path / "run")
-        assert go(config, tmp_path / "run", ours, job=job) == "finished"
-    for a, b in zip(ours.curve(), recorder.curve(), strict=True):
-        assert a[2]["loss"] == pytest.approx(b[2]["loss"], rel=1e-4)
-    (_, ours), (_, theirs) = saved(job, tmp_path / "run"), saved(one, workdir)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), ours.params, theirs.params
-    )
+    assert_trains_alike(run, tmp_path / "run", data=1, fsdp=2)
 
 
 @pytest.mark.slow

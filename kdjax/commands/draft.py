@@ -44,7 +44,6 @@ from kdjax.config import DSPARK, NEW, OWN_BLOCK, SELF, Config, validate
 from kdjax.device import cluster, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import drafting
-from kdjax.evaluation.drafting import open_head
 from kdjax.evaluation.target import Target, open_target
 from kdjax.export import export_gguf
 from kdjax.export.formats import GGUF_TYPES
@@ -142,16 +141,11 @@ class _Head:
     def open(self, args: argparse.Namespace, file: Path) -> _Opened:
         """Opens the model, and what drafts for it."""
         served = open_target(_served(args) + _form(args.model))
-        return None, served, open_head(file, served.checkpoint)
+        return None, served, drafting.open_head(file, served.checkpoint)
 
     def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
         """Commands that use the file."""
-        served, out = (shlex.quote(str(x)) for x in (_served(args), args.out))
-        return [
-            f"  llama-server -m {served} -md {out} --spec-type draft-dspark "
-            f"--spec-draft-n-max {drafts} --spec-draft-p-min 0",
-            f"  kdjax generate {served} --draft={out} --draft-tokens={drafts} --prompt='def '",
-        ]
+        return _list_paired(args, "draft-dspark", drafts)
 
 
 class _Small:
@@ -191,12 +185,17 @@ class _Small:
 
     def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
         """Commands that use the file."""
-        served, out = (shlex.quote(str(x)) for x in (_served(args), args.out))
-        return [
-            f"  llama-server -m {served} -md {out} --spec-type draft-simple "
-            f"--spec-draft-n-max {drafts} --spec-draft-p-min 0",
-            f"  kdjax generate {served} --draft={out} --draft-tokens={drafts} --prompt='def '",
-        ]
+        return _list_paired(args, "draft-simple", drafts)
+
+
+def _list_paired(args: argparse.Namespace, kind: str, drafts: int) -> list[str]:
+    """Commands that run a draft file with MODEL; `kind` is llama.cpp's name for it."""
+    served, out = (shlex.quote(str(x)) for x in (_served(args), args.out))
+    return [
+        f"  llama-server -m {served} -md {out} --spec-type {kind} "
+        f"--spec-draft-n-max {drafts} --spec-draft-p-min 0",
+        f"  kdjax generate {served} --draft={out} --draft-tokens={drafts} --prompt='def '",
+    ]
 
 
 _KINDS = {"mtp": _Block(), "dspark": _Head(), "small": _Small()}

@@ -82,6 +82,7 @@ _FACTORS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
 _FEW_BITS, _FEW_RATE, _RATE = 3.6, 2e-5, 1e-5
 _SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
 _STACKS = 5  # of one parameter that costs have in memory: rounded, and exchanged in four trees
+_READ = 64  # rows that importance and GPTQ read
 _PACE = 6  # steps that are timed for --seconds; the first compiles
 
 
@@ -250,9 +251,9 @@ class _Work:
         gc.collect()
 
     def read_training(self) -> Iterator[dict[str, np.ndarray]]:
-        """Reads batches of 64 rows that train, or of one batch if that is more."""
+        """Reads batches of `_READ` rows that train, or of one batch if that is more."""
         source = TextSource(self.rows.train, batch_size=self.args.rows, seed=0)
-        return (source.next() for _ in range(max(1, 64 // self.args.rows)))
+        return (source.next() for _ in range(max(1, _READ // self.args.rows)))
 
     def measure_importance(self) -> str:
         """Measures the importance of all inputs on text that trains; "" for experts."""
@@ -455,7 +456,9 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     costs = 4 * (count_parameters(spec) + _STACKS * max(stacks.values()) + states + logits)
     if args.train or not gptq.suits(spec):
         return costs
-    rounds = 4 * (2 * count_parameters(spec) + max(64, args.rows) * args.seq_len * spec.hidden_size)
+    rounds = 4 * (
+        2 * count_parameters(spec) + max(_READ, args.rows) * args.seq_len * spec.hidden_size
+    )
     return max(costs, rounds + gptq.count_hessian_bytes(spec))
 
 

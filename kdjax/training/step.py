@@ -792,8 +792,8 @@ def assemble_step(
     check_form(form, student, trainable=trainable, extra=extra)
     form.check_teachers(student, models)
     kind = vocabulary.adapt(kind, extra)
-    head = HeadSpec(loss, vocabulary.width, vocabulary.real, chunk_tokens, placement.kernels)
-    head = dataclasses.replace(head, accepts=form.confidence > 0)
+    sizes = vocabulary.width, vocabulary.real, chunk_tokens
+    head = HeadSpec(loss, *sizes, placement.kernels, accepts=form.confidence > 0)
     optimizer, layers = train_only(optimizer, form.masters(student.params), student.spec, trainable)
     functions: Any = models[0].functions if models else None
     arrays: Any = models[0].params if models else None

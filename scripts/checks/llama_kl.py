@@ -69,6 +69,7 @@ class Reader:
         call.llama_set_n_threads.argtypes = [pointer, ctypes.c_int32, ctypes.c_int32]
         call.llama_batch_init.restype = _Batch
         call.llama_decode.argtypes = [pointer, _Batch]
+        call.llama_batch_free.argtypes = [_Batch]
         call.llama_get_logits.restype = ctypes.POINTER(ctypes.c_float)
         call.llama_get_logits.argtypes = [pointer]
         settings = call.llama_context_default_params()
@@ -98,6 +99,7 @@ class Reader:
             batch.wanted[place] = place >= start
         call.llama_memory_clear(call.llama_get_memory(self.context), True)
         status = call.llama_decode(self.context, batch)
+        call.llama_batch_free(batch)
         if status:
             raise UserError(f"llama_decode returned {status}")
         shape = count - start, self.vocabulary
