@@ -25,7 +25,7 @@ QUIT = 130  # what a shell reports for SIGINT
 
 # Exit statuses of all commands and what they mean; `--help` and docs/commands.md show these lines.
 STATUSES = {
-    FINISHED: "finished; of a smoke run: passed",
+    FINISHED: "finished; `kdjax COMMAND --help` says what that means",
     UNFORESEEN: "an error that nobody foresaw: its traceback is a bug of kdjax to report",
     BAD_INPUT: "bad input, or a file that cannot be read or written; the message says what to do",
     SMOKE_FAILED: "a smoke run failed",

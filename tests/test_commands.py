@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from kdjax import config as config_module
-from kdjax.commands import cli, parsing
+from kdjax.commands import cli, generate, parsing, train
 from kdjax.config import CONFLICTS, Config, flatten, settle_dtype, validate
 from kdjax.data.sources import find_files
 from kdjax.errors import (
@@ -76,6 +76,7 @@ def test_each_command_teaches(name, capsys):
     shown = capsys.readouterr().out
     assert f"\n    kdjax {name} " in shown
     assert f"  {QUIT:>3}  {STATUSES[QUIT]}" in shown
+    assert f"  {FINISHED:>3}  {parsing.FINISHES[name]}\n" in shown
     flags = re.findall(r"^  (--[a-z-]+)(?: \S+)?(.*)\n(.*)", shown, re.M)
     for flag, beside, below in flags:
         assert beside.strip() or below.startswith(" " * 20), f"{flag} has no help"
@@ -85,6 +86,15 @@ def test_each_command_teaches(name, capsys):
     if name in ("train", "plan", "cache"):
         for field in flatten(Config()):
             assert f"\n  {field}=" in shown
+
+
+def test_the_first_commands_begin_stories_as_the_demo_reads_them():
+    """The demo's models have read stories alone: code would show nothing of them."""
+    suggested = train.list_next(Config(), Path("runs/demo"))
+    assert f"  kdjax generate runs/demo {parsing.PROMPT}" in suggested
+    assert "runs/demo --prompt='One day, Lily'" in generate.__doc__
+    for shown in (*suggested, generate.__doc__):
+        assert "import" not in shown
 
 
 @pytest.mark.parametrize("name", ["train", "draft"])

@@ -146,5 +146,9 @@ def test_stores_are_listed_and_removed_when_it_is_confirmed(stores, capsys):
     assert left(stores) == ["rows/mine.txt"]
     with pytest.raises(UserError, match=r"--clear=row: found 'row'; expected some of rows,headers"):
         manage(["--clear=row"])
+    with pytest.raises(SystemExit):
+        cache.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"\n  {flag}" in said for flag in ("--out", "--list", "--clear [NAMES]", "--yes"))
     with pytest.raises(UserError, match="--yes is for --clear"):
         manage(["--list", "--yes"])

@@ -15,6 +15,7 @@ and runs train on these answers: `--config.data.train=answers.jsonl --config.tea
 `kdjax cache --list` shows what else kdjax stores on this machine, `kdjax cache --clear` removes it.
 """
 
+import argparse
 import functools
 import re
 import shutil
@@ -62,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         "--all", action="store_true", help="every row, not only the rows of the steps"
     )
     add_cluster_flags(parser)
+    _add_store_flags(parser.add_argument_group("in place of all others"))
     log_to_terminal()
     run = parse_run(parser, argv)
     options = run.options
@@ -123,18 +125,23 @@ def measure(path: Path) -> int:
     return sum(file.lstat().st_size for file in files if not file.is_dir())
 
 
+def _add_store_flags(parser: argparse._ActionsContainer) -> None:
+    """Adds the flags by which `manage` lists and clears the stores."""
+    add = parser.add_argument
+    add("--list", action="store_true", help="show what kdjax stores on this machine")
+    text = f"stores to remove, of {','.join(STORES)}; without names all of them"
+    add("--clear", nargs="?", const=",".join(STORES), metavar="NAMES", help=text)
+    add("--yes", action="store_true", help="remove; without it --clear says what it would remove")
+
+
 def manage(argv: Sequence[str]) -> int:
     """Lists or clears the stores; returns the exit status."""
     parser = Parser("cache", "Lists or removes what kdjax stores on this machine.")
-    add = parser.add_argument
-    add("--list", action="store_true", help="show each store: its size, folder, and what is lost")
-    names = ",".join(STORES)
-    text = f"stores to remove, of {names}; without names all of them"
-    add("--clear", nargs="?", const=names, metavar="NAMES", help=text)
-    add("--yes", action="store_true", help="remove; without it --clear says what it would remove")
+    _add_store_flags(parser)
     options = parser.parse_args(argv)
     if options.yes and not options.clear:
         parser.error("--yes is for --clear; leave it out")
+    names = ",".join(STORES)
     chosen = (options.clear or names).split(",")
     if unknown := [name for name in chosen if name not in STORES]:
         raise UserError(f"--clear={options.clear}: found {unknown[0]!r}; expected some of {names}.")

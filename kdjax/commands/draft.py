@@ -30,6 +30,7 @@ import jax
 from kdjax.commands import answers
 from kdjax.commands.export import read_model
 from kdjax.commands.parsing import (
+    PROMPT,
     TEXT,
     Parser,
     RunCommand,
@@ -104,7 +105,7 @@ class _Block:
         out = shlex.quote(str(args.out))
         return [
             f"  llama-server -m {out} --spec-type draft-mtp --spec-draft-n-max {drafts}",
-            f"  kdjax generate {out} --draft=own --prompt='def '",
+            f"  kdjax generate {out} --draft=own {PROMPT}",
         ]
 
 
@@ -194,7 +195,7 @@ def _list_paired(args: argparse.Namespace, kind: str, drafts: int) -> list[str]:
     return [
         f"  llama-server -m {served} -md {out} --spec-type {kind} "
         f"--spec-draft-n-max {drafts} --spec-draft-p-min 0",
-        f"  kdjax generate {served} --draft={out} --draft-tokens={drafts} --prompt='def '",
+        f"  kdjax generate {served} --draft={out} --draft-tokens={drafts} {PROMPT}",
     ]
 
 

@@ -1,7 +1,7 @@
 """Writes text with a model, as it grows.
 
     kdjax generate model.gguf@packed --prompt='def fibonacci(n):' --max-tokens=64
-    kdjax generate runs/demo --prompt='import '
+    kdjax generate runs/demo --prompt='One day, Lily'
 
 MODEL is a GGUF or .apr file, a Hugging Face folder, hf:ORG/REPO[/FILE] of the Hub, a run's workdir
 (its best checkpoint) or a step folder of one. `@dense` (the default), `@packed` or `@float8`

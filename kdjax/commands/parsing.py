@@ -50,12 +50,33 @@ from kdjax.formats.imatrix import read_importance
 # The variables of this version, of earlier ones and of the reference system; the first set counts.
 WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTILL_TEACHER_BACKEND"
 TEXT = "python:jax,flax,optax,numpy"  # of commands that are given none
+PROMPT = "--prompt='The'"  # of suggested commands: a story, an article or a comment goes on from it
 _log = logging.getLogger("kdjax")
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 _ILLEGAL = re.compile(r"flag --config\.([^=]+)=(.*?): ", re.DOTALL)
 _KINDS = {"int": "whole number", "float": "number", "bool": "true or false"}
 _FIELD = re.compile(r"^    (\w+): (?:str|int|float|bool) = ([^#\n]*?)(?:  # (.*))?$", re.MULTILINE)
+
+
+# What status 0 means, by command.
+FINISHES = {
+    "train": "trained to the last step; of a smoke run: passed; with --plan: the run fits",
+    "plan": "the run fits, or the device does not report its memory",
+    "data": "the text is counted and the rows are shown",
+    "cache": "all rows of the run are stored; the stores are listed, or cleared",
+    "evaluate": "all is measured, and the model shows no damage (with --no-health: measured)",
+    "lm_eval": "the harness has finished; its tables have the figures",
+    "generate": "the text is complete, or as long as --max-tokens allows",
+    "answers": "the answers are in --out",
+    "draft": "the draft is trained, judged and in --out; with --plan: its training fits",
+    "shrink": "the file is in --out, within the size; with --plan: the work fits",
+    "imatrix": "the matrix is in --out",
+    "export": "the files are in --out, read back and equal",
+    "push": "uploaded in one commit",
+    "report": "the page is written",
+    "verify": "every check of the receipt holds",
+}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -75,7 +96,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, name: str, description: str | None, *statuses: int, epilog: str = ""):
         """`statuses` are exit statuses in addition to those of every command."""
         ends = sorted({FINISHED, BAD_INPUT, NOT_WRITTEN, QUIT, *statuses})
-        lines = "\n".join(f"  {status:>3}  {STATUSES[status]}" for status in ends)
+        meanings = STATUSES | {FINISHED: FINISHES[name]}
+        lines = "\n".join(f"  {status:>3}  {meanings[status]}" for status in ends)
         super().__init__(
             prog=f"kdjax {name}",
             description=description,

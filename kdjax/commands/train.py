@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.commands.parsing import (
+    PROMPT,
     RunCommand,
     add_cluster_flags,
     log_to_terminal,
@@ -128,7 +129,7 @@ def list_next(config: Config, workdir: Path) -> list[str]:
         out, options = f"{workdir.name}-adapter", "peft"
     return [
         "next:",
-        f"  kdjax generate {run} --prompt='def '",
+        f"  kdjax generate {run} {PROMPT}",
         f"  kdjax export {run} --format={options} --out={shlex.quote(out)}",
         f"  kdjax verify {run}",
     ]
