@@ -1,5 +1,6 @@
 """Runs that train a block that drafts: resumed, opened again, on meshes, refused, as a command."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -19,6 +20,7 @@ from test_nextn import SHAPE
 from test_run import go
 
 import kdjax
+from kdjax import demo
 from kdjax.commands import draft, export, generate
 from kdjax.config import validate
 from kdjax.device.placement import Placement
@@ -310,6 +312,33 @@ def test_one_command_makes_a_small_draft_from_prompts(models, tmp_path, capsys):
     assert open_table(out).info("blk.0.ffn_up.weight").dtype == "Q8_0"
     begun = [f"{big}@dense:float32", f"--draft={out}", "--prompt=def f"]
     assert generate.main([*begun, "--max-tokens=4"]) == 0
+
+
+def test_a_draft_is_planned_for_another_machine_before_its_answers_are_there(tmp_path, capsys):
+    """The command makes the answers itself: their file is not missing, that of --data is."""
+    flags = [str(demo.TEACHER), "--kind=small", f"--draft={demo.STUDENT}"]
+    flags += [f"--out={tmp_path}/o.gguf", "--device=RTX4090"]
+    assert draft.main([*flags, "--plan", "--devices=2", "--memory=8GB"]) == 0
+    said = capsys.readouterr()
+    assert "of 7.20: fits" in said.out and "mesh: data=2" in said.err
+    assert "missing" not in said.err and not any(tmp_path.iterdir())
+    assert draft.main([*flags, "--plan", f"--data={tmp_path}/text"]) == 0
+    assert f"--config.data.train={tmp_path}/text\n" in capsys.readouterr().err
+    assert draft.main(flags) == 2
+    assert "--device describes another machine: expected --plan" in capsys.readouterr().err
+
+
+def test_a_server_that_would_not_draft_is_not_suggested():
+    """Vocabularies of 2,304 and 2,048 ids: llama.cpp allows 128 of difference."""
+
+    def suggest(served):
+        args = argparse.Namespace(model=str(served), out=demo.STUDENT)
+        return draft._KINDS["small"].list_next(args, 3)
+
+    refused, command = suggest(demo.TEACHER)
+    assert "would not draft" in refused and "2,304 tokens and the draft 2,048" in refused
+    assert "kdjax generate" in command
+    assert suggest(demo.STUDENT)[0].startswith("  llama-server -m ")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every program of examples/ on the demo's models, with few steps; each is short and listed."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -47,6 +48,8 @@ def test_a_program_trains_and_leaves_its_files(name, tmp_path, capsys, monkeypat
         assert 0 < float(shown["after"]) < float(shown["before"])
     if name == "draft_for_server":
         assert 0 < float(shown["before"]) < float(shown["after"]) < 1
+        told = re.fullmatch(r"(\d+) drafts accepted in (\d+) passes: .*", lines[-1])
+        assert 0 < int(told[1]) <= 3 * int(told[2]) and "llama-server" not in lines[-1]
     if name == "smaller_file":
         assert 0 < float(shown["trained"]) < float(shown["rounded"])
         small = kdjax.load(tmp_path / "out" / PROGRAMS[name][0], weights="packed")

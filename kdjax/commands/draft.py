@@ -40,6 +40,7 @@ from kdjax.commands.parsing import (
     log_to_terminal,
     override,
 )
+from kdjax.commands.plan import add_machine_flags, find_machine, plan_run
 from kdjax.commands.train import ENDS, carry_out, check_workdir
 from kdjax.config import DSPARK, NEW, OWN_BLOCK, SELF, Config, validate
 from kdjax.device import cluster, sharding
@@ -54,7 +55,7 @@ from kdjax.formats.blocks import ENCODED
 from kdjax.formats.files import make_place
 from kdjax.formats.saved import read_receipt
 from kdjax.models.checkpoint import Checkpoint, ModelArgument, open_checkpoint, open_step
-from kdjax.models.drafts import check_same_ids, warn_if_refused
+from kdjax.models.drafts import check_same_ids, warn_if_refused, why_refused
 from kdjax.models.dspark_files import check_tapped, load_saved_head
 from kdjax.models.nextn import find_block, pack_block, take_block
 from kdjax.training.inputs import prepare
@@ -185,8 +186,12 @@ class _Small:
         return open_target(str(file) + form), open_target(_served(args) + form), None
 
     def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
-        """Commands that use the file."""
-        return _list_paired(args, "draft-simple", drafts)
+        """Commands that use the file; in place of the server's, why it would draft nothing."""
+        commands = _list_paired(args, "draft-simple", drafts)
+        served, small = open_checkpoint(_served(args)), open_checkpoint(str(args.out))
+        if reason := why_refused(served.header.metadata, small.header.metadata):
+            commands[0] = f"  not llama-server, which would not draft with this pair: {reason}"
+        return commands
 
 
 def _list_paired(args: argparse.Namespace, kind: str, drafts: int) -> list[str]:
@@ -242,6 +247,7 @@ def _parser() -> Parser:
     add("--rows", type=int, default=16, help="held-out texts that judge it; 0: none (%(default)s)")
     add("--overwrite", action="store_true", help="replace --out if it is there")
     add("--plan", action="store_true", help="as `kdjax plan`: train nothing")
+    add_machine_flags(parser)
     add_cluster_flags(parser)
     return parser
 
@@ -277,6 +283,7 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
         known = ", ".join(x.upper() for x in kind.types)
         raise UserError(f"found --type={args.type}; expected one of {known}.")
     check_least(args, answers=1, max_tokens=2, rows=0)
+    args.machine = find_machine(args, parser)
     check_target(args.out, folder=False, overwrite=args.overwrite)
     args.workdir = args.workdir or args.out.with_suffix(".run")
     if args.learning_rate is None:
@@ -294,13 +301,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     log_to_terminal()
     run = _parse(argv)
-    if not run.options.plan:
-        make_place(run.options.out)
-        status = _answer(run.options)
-        if status != FINISHED:
-            return status
-    status = carry_out(run)
-    if status != FINISHED or run.options.plan or jax.process_index() != 0:
+    if run.options.plan:
+        return plan_run(run, run.options.machine, text=bool(run.options.data))
+    make_place(run.options.out)
+    status = _answer(run.options)
+    if status == FINISHED:
+        status = carry_out(run)
+    if status != FINISHED or jax.process_index() != 0:
         return status
     _write(run)
     return FINISHED

@@ -58,7 +58,12 @@ def add_machine_flags(parser: Parser) -> None:
 
 
 def find_machine(options: argparse.Namespace, parser: Parser) -> Machine | None:
-    """The machine that flags describe; None: this one."""
+    """The machine that flags describe; None: this one.
+
+    Raises `UserError` for flags that do not go together, and without the --plan of a command.
+    """
+    if options.device and not getattr(options, "plan", True):
+        parser.error("--device describes another machine: expected --plan with it")
     if options.device:
         jax.config.update("jax_platforms", "cpu")  # nothing runs on a GPU of this machine
         count = 1 if options.devices is None else options.devices
@@ -109,10 +114,13 @@ def print_plan(plan: "Plan") -> int:
     return BAD_INPUT if plan.missing else FINISHED
 
 
-def plan_run(run: RunCommand, machine: Machine | None = None) -> int:
-    """Plans a command line's run, for this machine or another; returns the exit status."""
+def plan_run(run: RunCommand, machine: Machine | None = None, *, text: bool = True) -> int:
+    """Plans a command line's run, for this machine or another; returns the exit status.
+
+    Without `text` the command makes the run's text itself, so that no file of it is missing.
+    """
     try:
-        require_files(run)
+        require_files(run, text=text)
     except MissingFileError as error:
         require_files(run, text=False)
         _log.warning("planned without text: %s", error)

@@ -496,8 +496,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     machine = find_machine(args, parser)
-    if machine is not None and not args.plan:
-        parser.error("--device describes another machine: expected --plan with it")
     log_to_terminal()
     check_least(args, steps=1, rows=1, seq_len=2, batch_size=1, microbatches=1, seconds=0)
     check_target(args.out, folder=False, overwrite=args.overwrite)
