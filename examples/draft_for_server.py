@@ -42,8 +42,8 @@ def main(out: str = "runs/draft", steps: int = 60) -> None:
     draft = draft.replace(params=state.params)
     file = Path(out) / "draft.gguf"
     kdjax.export_gguf(draft, file, dtype="q8_0", overwrite=True)
-    # llama.cpp drafts with vocabularies at most 128 ids apart in size, which the demo's are not. For
-    # a pair of yours: llama-server -m SERVED.gguf -md draft.gguf --spec-type draft-simple
+    # llama.cpp refuses vocabularies more than 128 ids apart in size, such as the demo's. Of another
+    # pair: llama-server -m SERVED.gguf -md draft.gguf --spec-type draft-simple
     small = kdjax.load(file, dtype="float32")
     (story,) = served.generate(["One day, Lily"], draft=small, draft_tokens=3, max_tokens=48)
     assert story.drafted is not None
