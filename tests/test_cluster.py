@@ -51,7 +51,14 @@ SKYPILOT = {
         # The batch script of an allocation of four tasks is alone: it must not wait.
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        # One task a host has all GPUs of it.
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, Member("slurm", 1, 2, None)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "11(x2)"}, Member("slurm", 1, 2, None, 0)),
         (MPIRUN, Member("ompi", 1, 2, None, 1)),
+        (
+            MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            Member("ompi", 1, 2, None),
+        ),
         (TORCHRUN, Member("torchrun", 3, 4, "a:29501")),
         (
             TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
@@ -63,6 +70,49 @@ SKYPILOT = {
 )
 def test_each_engine_is_known_by_its_variables(environ, member):
     assert find_member(environ) == member
+
+
+@pytest.mark.parametrize(
+    ("local", "gpus", "environ", "taken"),
+    [
+        (3, 8, {}, [3]),  # each task sees all of its host
+        (3, 8, {"SLURM_GPUS_PER_TASK": "1"}, [3]),  # also with --gpu-bind=none
+        (3, 1, {"SLURM_GPUS_PER_TASK": "1"}, [0]),
+        (3, 2, {"SLURM_GPUS_PER_TASK": "2"}, [0, 1]),
+        (3, 1, {}, [0]),  # CUDA_VISIBLE_DEVICES, which a wrapper has set
+        (3, 0, {}, [3]),  # on CPUs JAX does not ask
+        (None, 8, {}, [*range(8)]),
+        (None, 0, {}, None),
+        (3, 2, {"JAX_LOCAL_DEVICE_IDS": "1"}, None),
+    ],
+)
+def test_a_task_takes_its_gpus_of_those_that_it_sees(monkeypatch, local, gpus, environ, taken):
+    """JAX alone takes that of the local number, whatever the task sees."""
+    given = SRUN | {"SLURM_LOCALID": str(local or 0)} | environ
+    given |= {"SLURM_STEP_TASKS_PER_NODE": "4(x2)" if local else "1(x2)"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    initialize = mock.Mock()
+    monkeypatch.setattr(cluster, "_joined", [])
+    monkeypatch.setattr(cluster, "_Peers", mock.Mock())
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    with cluster.joined(gpus=gpus):
+        pass
+    assert initialize.call_args.kwargs["local_device_ids"] == taken
+
+
+def test_an_engine_that_jax_does_not_know_leaves_the_choice_to_it():
+    for environ, taken in ((KUBEFLOW, None), (TORCHRUN, None), (SKYPILOT, None), (MPIRUN, [1])):
+        assert find_member(environ).choose_gpus(2, {}) == taken
+
+
+def test_a_task_without_a_gpu_of_its_number_is_refused_in_one_line():
+    member = Member("slurm", 5, 8, None, 3)
+    said = r"process 5 of 8 \(slurm\): found 2 GPUs for the process of local number 3; expected one"
+    with pytest.raises(UserError, match=said) as refused:
+        member.choose_gpus(2, {"SLURM_GPUS_PER_TASK": "1"})
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+import re
 import socket
 import threading
 import time
@@ -42,7 +43,29 @@ class Member(NamedTuple):
     index: int
     count: int
     address: str | None  # of the first process, host:port; None: JAX finds it
-    local: int | None = None  # its and its device's index on the host; None: it has all devices
+    local: int | None = None  # its index on the host; None: it has all devices that it sees
+
+    def choose_gpus(self, gpus: int, environ: Mapping[str, str]) -> list[int] | None:
+        """Indices of this process's GPUs among the `gpus` that it sees; None: JAX decides.
+
+        All of them if it is alone on its host or its engine shows it no others, else the one of its
+        local number. Raises `UserError` if there is none of this number.
+        """
+        if environ.get("JAX_LOCAL_DEVICE_IDS"):  # which JAX reads
+            return None
+        if self.local is None:  # where JAX knows the engine, it would take the first alone
+            return list(range(gpus)) if gpus and self.address is None else None
+        # Slurm shows a task its own with --gpus-per-task, unless --gpu-bind says otherwise.
+        if gpus == 1 or (gpus and environ.get("SLURM_GPUS_PER_TASK") == str(gpus)):
+            return list(range(gpus))
+        if gpus and self.local >= gpus:
+            raise UserError(
+                f"process {self.index} of {self.count} ({self.engine}): found {gpus} GPUs for the "
+                f"process of local number {self.local}; expected one for each process of the host. "
+                "Show each process all GPUs of its host (srun --gpus-per-node), or its own alone "
+                "(--gpus-per-task), or set JAX_LOCAL_DEVICE_IDS."
+            )
+        return [self.local]
 
 
 def find_member(environ: Mapping[str, str]) -> Member | None:
@@ -59,11 +82,13 @@ def find_member(environ: Mapping[str, str]) -> Member | None:
     elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
         names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
         index, count, local = _read_numbers(environ, "srun", *names)
-        member = Member("slurm", index, count, None, local)
+        alone = re.fullmatch(r"1(\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        member = Member("slurm", index, count, None, None if alone else local)
     elif "OMPI_COMM_WORLD_SIZE" in environ:
         names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
         index, count, local = _read_numbers(environ, "mpirun", *names)
-        member = Member("ompi", index, count, None, local)
+        alone = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+        member = Member("ompi", index, count, None, None if alone else local)
     elif "RANK" in environ and "WORLD_SIZE" in environ and "MASTER_ADDR" in environ:
         index, count = _read_numbers(environ, "torchrun", "RANK", "WORLD_SIZE")
         # torchrun's store listens at MASTER_PORT.
@@ -113,7 +138,7 @@ def started(
     chosen = runtime.configure(lean=lean)
     for line in chosen.describe():
         _log.info("%s", line)
-    with joined(distributed, timeout):
+    with joined(distributed, timeout, gpus=chosen.gpus):
         yield runtime.open_devices(chosen, suits_cpu=suits_cpu)
 
 
@@ -121,14 +146,17 @@ _joined: list[Member] = []  # holds this process once it has joined
 
 
 @contextlib.contextmanager
-def joined(distributed: str = "auto", timeout: int = JOIN_TIMEOUT) -> Iterator[None]:
+def joined(
+    distributed: str = "auto", timeout: int = JOIN_TIMEOUT, *, gpus: int = 0
+) -> Iterator[None]:
     """Joins the processes that an engine started, before JAX asks for devices; once a process.
 
-    "auto" joins if an engine's variables are set; "off" never does. If Ray or the caller has
-    initialised JAX, it stays as it is. Called again, processes that joined here watch each other
-    anew. A process that dies ends the others with `PEER_LOST`, at once or, if its host is lost, in
-    12 seconds; one that fails, in `GRACE` seconds. Raises `UserError` if the others do not come
-    within `timeout` seconds.
+    "auto" joins if an engine's variables are set; "off" never does. Of the `gpus` that this process
+    sees it takes those of `Member.choose_gpus`. If Ray or the caller has initialised JAX, it stays
+    as it is. Called again, processes that joined here watch each other anew. A process that dies
+    ends the others with `PEER_LOST`, at once or, if its host is lost, in 12 seconds; one that
+    fails, in `GRACE` seconds. Raises `UserError` if the others do not come within `timeout`
+    seconds.
     """
     if distributed not in ("auto", "off"):
         raise UserError(f"found --distributed={distributed}; expected auto or off.")
@@ -137,7 +165,7 @@ def joined(distributed: str = "auto", timeout: int = JOIN_TIMEOUT) -> Iterator[N
         yield
         return
     if not _joined:
-        _initialize(member, timeout)
+        _initialize(member, timeout, gpus)
         _joined.append(member)
     peers = _Peers(member)
     try:
@@ -150,18 +178,17 @@ def joined(distributed: str = "auto", timeout: int = JOIN_TIMEOUT) -> Iterator[N
     peers.tell(_DONE)
 
 
-def _initialize(member: Member, timeout: int) -> None:
+def _initialize(member: Member, timeout: int, gpus: int) -> None:
     known: dict[str, Any] = dict(cluster_detection_method=member.engine)
+    known["local_device_ids"] = member.choose_gpus(gpus, os.environ)
     if member.address is not None:
-        known = dict(
+        known |= dict(
             coordinator_address=member.address,
             num_processes=member.count,
             process_id=member.index,
             cluster_detection_method="deactivate",
         )
         _check_address(member, member.address, timeout)
-    if member.local is not None:
-        known["local_device_ids"] = member.local
     try:
         jax.distributed.initialize(
             **known, initialization_timeout=timeout, shutdown_timeout_seconds=GRACE
