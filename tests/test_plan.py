@@ -692,13 +692,50 @@ def test_a_machine_is_described(word, memory, count, kind, usable, capability):
         (("L4", "16GP"), "--memory=16GP: expected a size above 0"),
         (("L4", "0GB"), "above 0"),
         (("L4", "16GB", 0), "--devices=0 must be 1 or more"),
+        (("L4", "16GB", 1, 0), "--hosts=0 must be 1 or more"),
+        (("cpu", "16GB", 1, 2), "--hosts=2: expected GPUs; found --device=cpu"),
     ],
 )
 def test_a_wrong_machine_is_named(arguments, said):
     with pytest.raises(UserError, match=re.escape(said)):
         Machine.describe(*arguments)
-    with pytest.raises(UserError, match="--memory and --devices need --device, one of H100"):
-        command.main.__wrapped__(["--config=demo", "--memory=16GB"])
+    for flag in ("--memory=16GB", "--devices=1", "--hosts=1"):
+        with pytest.raises(UserError, match="--memory, --devices and --hosts need --device, one "):
+            command.main.__wrapped__(["--config=demo", flag])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "fsdp", "dtype", "sent"),
+    [
+        # 494,032,768 numbers: half of them go to the other host, and as many sums come back.
+        (2, 1, "float32", 1.98),
+        (4, 2, "bfloat16", 1.48),  # 2 * 3 / 4 of 0.99 GB
+    ],
+)
+def test_several_hosts_are_planned_with_what_they_send(pairs, hosts, fsdp, dtype, sent):
+    config = config_of(64, 2048, remat="none")
+    config.train.reduce_dtype = dtype
+
+    def make(count, hosts):
+        machine = Machine.describe("H100", "", count, hosts)
+        (mesh,) = sharding.list_meshes(-1, fsdp, 1, machine.devices)
+        return plan.make_plan(config, pairs["7b"], mesh, machine.summary, KINDS["dense"])
+
+    several, alone = make(4, hosts), make(4 * hosts, 1)
+    assert several.tokens_per_s == alone.tokens_per_s
+    line = f"each of {hosts} processes sends at least {sent} GB of gradients a step"
+    assert line in [*several.lines()] and not alone.traffic
+    masters = (made.resident["student, float32 masters"] for made in (several, alone))
+    # GPUs of one process keep 1 / N each; those of several keep all, but for fsdp.
+    assert next(masters) == pytest.approx(494_032_768 * 4 / fsdp, rel=1e-3)
+    assert next(masters) == pytest.approx(494_032_768 * 4 / (8 if fsdp == 1 else fsdp), rel=1e-3)
+
+
+def test_layers_that_cross_hosts_are_said_not_to_be_counted(pairs):
+    machine = Machine.describe("H100", "", 4, 2)
+    (mesh,) = sharding.list_meshes(1, 8, 1, machine.devices)
+    made = plan.make_plan(config_of(64, 2048), pairs["7b"], mesh, machine.summary, KINDS["dense"])
+    assert made.traffic.endswith("layers that fsdp gathers from other processes are not counted")
 
 
 @pytest.mark.parametrize("share", np.linspace(1e9, 300e9, 8))

@@ -3,6 +3,7 @@
     kdjax plan --config=qwen7b_0p5b
     kdjax plan --config=qwen7b_0p5b --config.train.batch_size=8 --config.data.seq_len=2048
     kdjax plan --config=qwen7b_0p5b --device=H100 --devices=2 --memory=16GB    # another machine
+    kdjax plan --config=qwen7b_0p5b --device=H100 --devices=8 --hosts=2        # two of them
     kdjax plan --config=qwen7b_0p5b --rows=2           # and what it would train on
 
 Reads only the headers of both models: the beginning of a download is enough. The plan depends on
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kdjax")
 
 
-def add_machine_flags(parser: Parser) -> None:
-    """Adds the flags that describe another machine; `find_machine` reads them."""
+def add_machine_flags(parser: Parser, *, hosts: bool = True) -> None:
+    """Adds the flags of another machine, or of several `hosts`; `find_machine` reads them."""
     add = parser.add_argument
     text = f"plan for it in place of this machine's: {', '.join(WORDS)}"
     add("--device", default="", metavar="NAME", help=text)
@@ -55,6 +56,9 @@ def add_machine_flags(parser: Parser) -> None:
     add("--memory", default="", metavar="SIZE", help=f"{text} --device has")
     text = "number of devices in one process, for --device; default: 1"
     add("--devices", type=int, metavar="N", help=text)
+    if hosts:
+        text = "number of hosts with --devices each, one process a host, for --device; default: 1"
+        add("--hosts", type=int, metavar="N", help=text)
 
 
 def find_machine(options: argparse.Namespace, parser: Parser) -> Machine | None:
@@ -64,12 +68,13 @@ def find_machine(options: argparse.Namespace, parser: Parser) -> Machine | None:
     """
     if options.device and not getattr(options, "plan", True):
         parser.error("--device describes another machine: expected --plan with it")
+    counts = [options.devices, vars(options).get("hosts")]
     if options.device:
         jax.config.update("jax_platforms", "cpu")  # nothing runs on a GPU of this machine
-        count = 1 if options.devices is None else options.devices
-        return Machine.describe(options.device, options.memory, count)
-    if options.memory or options.devices is not None:
-        parser.error(f"--memory and --devices need --device, one of {', '.join(WORDS)}")
+        numbers = (1 if number is None else number for number in counts)
+        return Machine.describe(options.device, options.memory, *numbers)
+    if options.memory or counts != [None, None]:
+        parser.error(f"--memory, --devices and --hosts need --device, one of {', '.join(WORDS)}")
     return None
 
 

@@ -54,19 +54,23 @@ class Machine:
         return cls(device_summary())
 
     @classmethod
-    def describe(cls, word: str, memory: str = "", count: int = 1) -> "Machine":
+    def describe(cls, word: str, memory: str = "", count: int = 1, hosts: int = 1) -> "Machine":
         """`count` devices of the kind that one of `WORDS` names, each with `memory`, as `24GB`.
 
-        Without it a card has its data sheet's, and a CPU this machine's RAM. Raises `UserError` for
-        an unknown word, and for a GPU whose memory nobody says.
+        Each of the `hosts` has `count` of them in a process. Without `memory` a card has its data
+        sheet's, and a CPU this machine's RAM. Raises `UserError` for an unknown word, for a GPU
+        whose memory nobody says, and for CPUs of several hosts.
         """
         named = {name.lower(): name for name in WORDS}
         name = named.get(word.lower().replace(" ", ""))
         if name is None:
             raise UserError(f"--device={word}: expected one of {', '.join(WORDS)}.")
-        if count < 1:
-            raise UserError(f"--devices={count} must be 1 or more.")
+        for flag, number in (("--devices", count), ("--hosts", hosts)):
+            if number < 1:
+                raise UserError(f"{flag}={number} must be 1 or more.")
         total = parse_bytes("--memory", memory) if memory else None
+        if name == CPU and hosts > 1:
+            raise UserError(f"--hosts={hosts}: expected GPUs; found --device={CPU}.")
         if name == CPU:
             shared = ram_total() if total is None else total
             usable = None if shared is None else int(spare_memory(CPU, shared))
@@ -79,8 +83,9 @@ class Machine:
         kind, capability, listed = CARDS.get(name, ("GPU", "8.0", 0.0))
         peak = peak_matmul_flops(kind, jnp.bfloat16)
         usable = int(spare_memory("gpu", listed if total is None else total))
-        summary = Devices("gpu", kind, count, usable, peak and peak * count)
-        return cls(summary, [AbsentDevice(n, "gpu", kind, capability) for n in range(count)])
+        summary = Devices("gpu", kind, count * hosts, usable, peak and peak * count * hosts)
+        numbers = range(count * hosts)
+        return cls(summary, [AbsentDevice(n, "gpu", kind, capability, n // count) for n in numbers])
 
 
 def parse_bytes(flag: str, text: str) -> float:

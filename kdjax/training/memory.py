@@ -53,6 +53,7 @@ class Plan:
     tokens_per_s: float | None  # bound by arithmetic at the data sheet's rate, all devices
     saved: Size = 0  # bytes of a checkpoint on the disk, of all devices; 0: nothing is saved
     choice: str = ""  # the kind of teacher and why
+    traffic: str = ""  # what processes send each other; empty: there is one
     platform: str = ""  # of the devices, by JAX's name
     least: "Least | None" = None  # None: not asked
 
@@ -99,6 +100,8 @@ class Plan:
             yield f"a checkpoint on the disk: {self.saved / 1e9:.2f} GB"
         if self.tokens_per_s:
             yield f"at most {self.tokens_per_s:,.0f} tokens/s: arithmetic at the chip's peak rate"
+        if self.traffic:
+            yield self.traffic
         if self.choice:
             yield self.choice
 

@@ -125,9 +125,25 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         tokens_per_s=devices.peak_flops / flops if devices.peak_flops else None,
         platform=devices.platform,
         saved=saved,
+        traffic=_describe_traffic(formed, mesh, config.train.reduce_dtype),
     )
     temporaries = _Temporaries(config, pair, mesh, devices.platform, kind, gradients, plan.free)
     return dataclasses.replace(plan, phases=temporaries.plan_phases())
+
+
+def _describe_traffic(gradients: Params, mesh: Mesh, dtype: str) -> str:
+    """Says what processes send each other to add up a step's gradients, the least that a sum needs.
+
+    Of H processes each sends (H - 1) / H of the numbers for others to add, and as many sums.
+    """
+    processes = [device.process_index for device in mesh.devices.flat]
+    if not (others := len(set(processes)) - 1):
+        return ""
+    size = count_bytes(gradients) / 4 * jnp.dtype(dtype).itemsize * 2 * others / (others + 1)
+    said = f"each of {others + 1} processes sends at least {size / 1e9:.2f} GB of gradients a step"
+    if mesh.shape["fsdp"] * mesh.shape["tensor"] > processes.count(processes[0]):
+        said += "; layers that fsdp gathers from other processes are not counted"
+    return said
 
 
 def shares_base(config: Config, pair: Pair, kind: TeacherKind) -> bool:
