@@ -99,6 +99,7 @@ class StudentConfig:
     init: str = "checkpoint"  # checkpoint | random: the file's weights, or its shapes only
     quantize: str = ""  # quantization-aware: q4_0, a file of types, or q4_k_m,embed=Q8_0; "": no
     imatrix: str = ""  # file of `kdjax imatrix` or llama-imatrix that weights rounding errors
+    start: str = ""  # masters and scales to begin from, as `kdjax shrink` writes them; "": fitted
     head: str = "auto"  # auto | tied | untied; auto: as the header says, or one matrix in GGUF
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
     block: str = ""  # own | new (MTP) | dspark: block to train, for teacher.path=self; "": none
@@ -742,6 +743,10 @@ CONFLICTS = (
         {"student.imatrix": _SET},
         "importances weigh the errors of rounding",
     ),
+    Conflict("student.quantize", _SET, {"student.start": _SET}, "its scales are of block types"),
+    Conflict("student.imatrix", "", {"student.start": _SET}, "its scales are fitted already"),
+    Conflict("student.init", "checkpoint", {"student.start": _SET}, "it has the numbers"),
+    Conflict("student.lora.rank", 0, {"student.start": _SET}, "its masters are all numbers"),
     Conflict("teacher.path", SELF, {"student.block": _SET}, _DRAFTS),
     Conflict("teacher.cache", "", {"student.block": _SET}, _DRAFTS),
     Conflict("student.init", "checkpoint", {"student.block": _SET}, _DRAFTS),

@@ -194,7 +194,8 @@ def test_answers_are_those_of_fields_away_from_their_defaults():
     assert describe_answers(config)["student.layers"] == "0,2"
 
 
-def test_importances_are_known_by_their_bytes(tiny_config, tmp_path):
+@pytest.mark.parametrize("field", ["imatrix", "start"])
+def test_files_of_rounding_are_known_by_their_bytes(tiny_config, tmp_path, field):
     """Not by the path: a file that was copied is the same, one written anew is another."""
     names = [tmp_path / name for name in ("a.gguf", "b.gguf", "c.gguf")]
     for name, scale in zip(names, (1, 1, 2), strict=True):
@@ -203,13 +204,13 @@ def test_importances_are_known_by_their_bytes(tiny_config, tmp_path):
         )
 
     def identity_by(name):
-        tiny_config.student.imatrix = str(name)
+        setattr(tiny_config.student, field, str(name))
         return identify(tiny_config, hash_contents(tiny_config))
 
     first, copied, other = map(identity_by, names)
     assert not differing(first, copied)
-    assert differing(first, other) == ["student.imatrix.sha256"]
-    assert differing(identity_by(""), other) == ["student.imatrix.sha256"]
+    assert differing(first, other) == [f"student.{field}.sha256"]
+    assert differing(identity_by(""), other) == [f"student.{field}.sha256"]
     with pytest.raises(MissingFileError, match="no such file"):
         identity_by(tmp_path / "gone.gguf")
 

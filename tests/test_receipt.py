@@ -18,11 +18,14 @@ import numpy as np
 import pytest
 from conftest import make_tiny_config, start_over, without_page
 
+import kdjax
 from kdjax import __version__
 from kdjax.device import runtime
 from kdjax.errors import UserError
 from kdjax.formats.imatrix import write_importance
 from kdjax.formats.saved import saved_params, saved_run
+from kdjax.formats.start import write_start
+from kdjax.training.forms import Rounded
 from kdjax.training.hooks import Hook, exit_status
 from kdjax.training.job import assemble
 from kdjax.training.loop import train
@@ -469,6 +472,37 @@ def test_an_importance_is_hashed_again(tiny_config, tmp_path, monkeypatch):
     path.unlink()
     with pytest.raises(UserError, match=r"\n  checkpoint: cannot be checked: .*im.gguf: no such"):
         verify(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_a_start_which_is_hashed_again(tiny_config, tmp_path, monkeypatch):
+    """With a student of twice the numbers, in its own scales; the file is found as importances."""
+    path, form = tmp_path / "start.npz", Rounded("blocks=Q4_0")
+
+    def write(factor):
+        student = kdjax.load(tiny_config.student.path, dtype="float32")
+        masters = jax.tree.map(lambda x: factor * x, student.params)
+        scales = form.choose_types(student.spec).begin({}, masters)
+        write_start(path, masters, scales)
+        return masters, scales
+
+    masters, scales = write(2.0)
+    tiny_config.student.quantize, tiny_config.student.start = form.text, path.name
+    tiny_config.train.steps = tiny_config.checkpoint.every = 2
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        job = assemble(tiny_config, tmp_path)
+        state = job.make_state()
+        jax.tree.map(np.testing.assert_array_equal, state.params, masters)
+        jax.tree.map(np.testing.assert_array_equal, state.kept, scales)
+        go(job, tmp_path / "run")
+    assert verify(tmp_path / "run")
+    write(3.0)
+    with pytest.raises(UserError, match=r"\n  checkpoint: found .* student.start.sha256"):
+        verify(tmp_path / "run")
+    tiny_config.student.quantize, tiny_config.student.start = "blocks=Q8_0", str(path)
+    with pytest.raises(UserError, match="found scales of another model or of other block types"):
+        assemble(tiny_config, tmp_path).make_state()
 
 
 # --- revision and hashes ------------------------------------------------------------------------

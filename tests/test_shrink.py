@@ -1,6 +1,8 @@
 """Smaller files: mixtures of types, costs, their choice, and the command that makes a file."""
 
 import ctypes
+import dataclasses
+import io
 import itertools
 import json
 import os
@@ -9,6 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from exporting import needs_llama_cpp
 from flax.traverse_util import flatten_dict
@@ -16,7 +19,7 @@ from test_disk import no_file_beyond
 
 import kdjax
 from kdjax.commands import shrink
-from kdjax.errors import NOT_WRITTEN, UserError
+from kdjax.errors import NOT_WRITTEN, MissingFileError, UserError
 from kdjax.evaluation import choice
 from kdjax.evaluation import costs as measuring
 from kdjax.evaluation.choice import bound_bytes, choose_mixture, count_padded, list_types, solve
@@ -26,6 +29,7 @@ from kdjax.export.formats import count_gguf_bytes
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode
 from kdjax.formats.recipes import identify_types, read_types
+from kdjax.formats.start import check_start, read_masters, read_scales, write_start
 from kdjax.models import gptq
 from kdjax.models.mixture import Mixture, list_matrices
 from kdjax.training.identity import identify
@@ -303,7 +307,9 @@ def test_rounding_by_hessians_loses_less_of_the_output(model):
             assert lost(rounded) < lost(blocks[2]) < lost(plain)
 
 
-def test_all_layers_are_rounded_by_hessians(model, batches):
+def test_all_layers_are_rounded_by_hessians_and_a_run_begins_with_them(
+    model, models, batches, tmp_path
+):
     columns = [tuple(b[name] for name in ("tokens", "segment_ids", "positions")) for b in batches]
     mixture = Mixture.named("q4_0,blocks/mlp/up=Q5_0", model.spec)
     masters, kept = gptq.round_layers(model, columns, mixture)
@@ -314,6 +320,41 @@ def test_all_layers_are_rounded_by_hessians(model, batches):
     found = jax.tree.map(lambda x: x.shape, measuring.unflatten_dict(kept))["blocks"]
     assert found == jax.tree.map(lambda x: x.shape, wanted)["blocks"]
     assert masters["embed"] is model.params["embed"]
+    file, complete = tmp_path / "start.npz", form.complete(masters, kept)
+    write_start(file, masters, complete)
+    loss, rate = kdjax.KDLoss(kdjax.forward_kl, 1.0, 0.0), optax.sgd(0.1)
+    started = kdjax.Rounded(form.text, start=str(file))
+    read = started.draw(kdjax.open_checkpoint(models / "student.gguf"), 0)
+
+    def begin(form):
+        step = kdjax.make_step(model, model, loss, rate, form=form, allow_degenerate=True)
+        return step.see(step.init(jax.tree.map(jnp.asarray, read)))
+
+    jax.tree.map(np.testing.assert_array_equal, begin(started), form.see({}, complete, masters))
+    with pytest.raises(UserError, match="found scales of another model or of other block types"):
+        begin(dataclasses.replace(started, text="q5_0"))
+    with pytest.raises(UserError, match="found masters of another model"):
+        started.draw(kdjax.open_checkpoint(models / "teacher.gguf"), 0)
+
+
+def test_files_that_are_no_start_are_refused(tmp_path):
+    """In one line, by the look before a run and by both readers."""
+    one = {"norm": np.ones(4, np.float32)}
+    file, array = tmp_path / "start.npz", io.BytesIO()
+    write_start(file, one, {"embed": {"Q8_0": (one["norm"], np.zeros(4, np.uint16))}})
+    assert read_masters(file).keys() == {("norm",)}
+    assert [x.dtype for x in read_scales(file)["embed", "Q8_0"]] == [np.float32, np.uint16]
+    with pytest.raises(MissingFileError, match=r"expected masters and scales .* Did you mean"):
+        check_start(tmp_path / "start.npy")
+    np.save(array, one["norm"])
+    for number, data in enumerate((b"", b"# text", array.getvalue(), file.read_bytes()[:-100])):
+        (tmp_path / f"{number}.npz").write_bytes(data)
+        for read in check_start, read_masters, read_scales:
+            with pytest.raises(UserError, match=r"^.*npz: found what cannot be read \(.*shrink.$"):
+                read(tmp_path / f"{number}.npz")
+    file.write_bytes(file.read_bytes().replace(one["norm"].tobytes(), bytes(16), 1))
+    with pytest.raises(UserError, match=r"found what cannot be read \(Bad CRC-32"):
+        read_masters(file)
 
 
 @pytest.fixture
@@ -465,6 +506,16 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     monkeypatch.setattr(shrink, "_RECIPES", ("q4_0", "q5_0", "q8_0"))
     flags = ["--like=q4_0", "--steps=6"]
     with monkeypatch.context() as patch:
+        real = shrink.write_start
+
+        def full(*args):
+            with no_file_beyond(100):
+                real(*args)
+
+        patch.setattr(shrink, "write_start", full)
+        assert run(exact, text, tmp_path, *flags) == NOT_WRITTEN
+        assert "cannot be written: File too large" in capsys.readouterr().err
+        patch.setattr(shrink, "write_start", real)
         patch.setattr(
             shrink, "export_gguf", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
         )
@@ -472,8 +523,13 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     assert (
         not (tmp_path / "small.gguf").exists() and "same command goes on" in capsys.readouterr().out
     )
+    monkeypatch.setattr(gptq, "round_layers", lambda *_: pytest.fail("rounded again"))
     assert run(exact, text, tmp_path, *flags) == 0
     said = capsys.readouterr().out
+    (start,), (receipt,) = (
+        sorted((tmp_path / "small.shrink").glob(x)) for x in ("*.npz", "run-*/receipt.json")
+    )
+    assert json.loads(receipt.read_text())["config"]["student"]["start"] == str(start)
     names = re.findall(r"^\| (.+?) \| [\d.]+ \|", said, re.M)
     untrained = [f"{x}, with importance" for x in ("q4_0", "chosen types")]
     assert names == [*untrained, "small.gguf, trained"]

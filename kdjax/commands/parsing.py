@@ -46,6 +46,7 @@ from kdjax.errors import (
 )
 from kdjax.formats import open_shapes
 from kdjax.formats.imatrix import read_importance
+from kdjax.formats.start import check_start
 
 # The variables of this version, of earlier ones and of the reference system; the first set counts.
 WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTILL_TEACHER_BACKEND"
@@ -370,26 +371,28 @@ def require_files(run: RunCommand, *, text: bool = True) -> None:
 
     Each comes with its remedy: a command of the config's `DOWNLOADS`, or the message of opening
     it. Files of the Hub are not checked, and with `text=False` text files are not. Raises
-    `UserError` for a `student.imatrix` that is not an importance matrix.
+    `UserError` for a `student.imatrix` or a `student.start` that is no such file.
     """
     config, missing = run.config, dict[str, list[str]]()  # remedy: the fields that need it
     models = {
         "teacher.path": "" if config.teacher.path == SELF else config.teacher.path,
         "student.path": config.student.path,
         "student.imatrix": config.student.imatrix,
+        "student.start": config.student.start,
         "data.tokenizer": config.data.tokenizer,
     }
     texts = {"data.train": config.data.train, "data.heldout": config.data.heldout}
     texts["rollout.prompts"] = config.rollout.prompts
     if not text:
         texts = {}
+    readers = {"student.imatrix": read_importance, "student.start": check_start}
     for field, path in (models | texts).items():
         here = ",".join(p for p in path.split(",") if not p.strip().startswith(hub.PREFIX))
         try:
             if here and field in texts:
                 find_files(here, Fields.parse(config.data.fields))
-            elif here and field == "student.imatrix":
-                read_importance(here)
+            elif here and field in readers:
+                readers[field](here)
             elif here and not Path(here).exists():
                 open_shapes(here)
         except MissingFileError as error:

@@ -5,9 +5,9 @@
 
 MODEL is a GGUF file or a Hugging Face folder, of the most bits that you have. The text should be of
 the kind that the file is for. The parts: importance of the inputs, cost of each matrix in each
-block type, choice of the types that lose least within the size, training under rounding (with
---no-train GPTQ), export, proof. Each part is stored in the work folder, from which the same command
-goes on. The closing table compares the file with the recipe of llama-quantize that is no larger.
+block type, choice of the types that lose least within the size, GPTQ, training under rounding from
+there, export, proof. Each part is stored in the work folder, from which the same command goes on.
+The closing table compares the file with the recipe of llama-quantize that is no larger.
 """
 
 import argparse
@@ -62,6 +62,7 @@ from kdjax.formats.files import make_folder, make_place, replacing
 from kdjax.formats.imatrix import hash_importance, write_importance
 from kdjax.formats.recipes import RECIPES
 from kdjax.formats.saved import CHECKPOINTS, saved_steps
+from kdjax.formats.start import write_start
 from kdjax.models import gptq
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step
@@ -191,11 +192,11 @@ def _find_recipe(args: argparse.Namespace, checkpoint: Checkpoint, nbytes: int) 
     return max(fitting, key=fitting.__getitem__) if fitting else min(sizes, key=sizes.__getitem__)
 
 
-def _make_config(args: argparse.Namespace, types: str, imatrix: str, bits: float) -> Config:
+def _make_config(args: argparse.Namespace, types: str, start: str, bits: float) -> Config:
     """The run that trains the chosen types: the model is its own teacher."""
     config = Config()
     config.teacher.path, config.student.path = SELF, args.model
-    config.student.quantize, config.student.imatrix = types, imatrix
+    config.student.quantize, config.student.start = types, start
     config.data.train, config.data.heldout = args.text, args.heldout
     config.data.fields, config.data.seq_len = args.fields, args.seq_len
     config.optim.learning_rate = _FEW_RATE if bits < _FEW_BITS else _RATE
@@ -291,8 +292,8 @@ class _Work:
         _log.info("costs: %d measured in %.0f s", count, time.monotonic() - began)
         return costs
 
-    def round(self, mixture: Mixture, types: Path, imatrix: str) -> Model:
-        """Rounds the layers by GPTQ, on the rows of the importance; the packed model, on the host.
+    def begin(self, mixture: Mixture, types: Path, imatrix: str) -> tuple[Rounded, Any, Any]:
+        """The form, and masters and scales that GPTQ makes on the rows of the importance.
 
         Embedding and head, and models that GPTQ does not walk, are rounded with the importance.
         """
@@ -303,15 +304,25 @@ class _Work:
             rows = self.read_training()
             batches = [(row["tokens"], row["segment_ids"], row["positions"]) for row in rows]
             masters, scales = gptq.round_layers(model, batches, mixture)
-        packed = jax.jit(form.pack)({}, form.complete(masters, scales), masters)
-        return model.replace(params=jax.device_get(packed))
+        return form, masters, form.complete(masters, scales)
+
+    def round(self, mixture: Mixture, types: Path, imatrix: str) -> Model:
+        """Rounds the model; returns it packed, on the host."""
+        form, masters, kept = self.begin(mixture, types, imatrix)
+        packed = jax.device_get(jax.jit(form.pack)({}, kept, masters))
+        return self.load().replace(params=packed)
 
     def train(self, mixture: Mixture, types: Path, imatrix: str) -> Model:
         """Trains the masters of the chosen types; returns the rounded student, on the host."""
+        name = hashlib.sha256(types.read_bytes()).hexdigest()[:8]
+        start = self.folder / f"start-{name}.npz"
+        if not start.exists():
+            _, masters, kept = self.begin(mixture, types, imatrix)
+            write_start(start, masters, kept)
+            del masters, kept
         self.free()
         bits = 8 * mixture.nbytes / sum(int(np.prod(x.shape)) for x in _list_parts(self.checkpoint))
-        config = _make_config(self.args, str(types), imatrix, bits)
-        name = hashlib.sha256(types.read_bytes()).hexdigest()[:8]
+        config = _make_config(self.args, str(types), str(start), bits)
         workdir = self.folder / f"run-{name}"
         if self.args.seconds:
             self._fit_steps(config, workdir)
@@ -454,7 +465,7 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     states = 8 * args.rows * args.seq_len * spec.hidden_size  # layers take turns
     logits = 4 * min(1024, args.rows * args.seq_len) * spec.vocab_size
     costs = 4 * (count_parameters(spec) + _STACKS * max(stacks.values()) + states + logits)
-    if args.train or not gptq.suits(spec):
+    if not gptq.suits(spec):
         return costs
     rounds = 4 * (
         2 * count_parameters(spec) + max(_READ, args.rows) * args.seq_len * spec.hidden_size

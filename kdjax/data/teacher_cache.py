@@ -310,7 +310,7 @@ def _check_room(
 
 
 def _write_shard(path: Path, rows: int, records: Iterable[np.ndarray]) -> str:
-    """Writes so many records; returns their SHA-256."""
+    """Writes records; returns their SHA-256."""
     digest, written = hashlib.sha256(), 0
     with replacing(path) as file:
         for block in records:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import hashlib
 import io
 import json
 import math
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kdjax.errors import UserError, WriteError
+from kdjax.errors import MissingFileError, UserError, WriteError, suggest_path
 from kdjax.formats.blocks import row_bytes
 
 DOWNLOAD = "Download the file again."
@@ -95,6 +96,20 @@ class _Raw(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+def open_given(path: str | os.PathLike[str], expected: str) -> io.BufferedReader:
+    """Opens a file that a user named; raises `MissingFileError` if there is no such file."""
+    if not Path(path).is_file():
+        text = f"{path}: no such file; expected {expected}."
+        raise MissingFileError(f"{text}{suggest_path(path)}")
+    return open(path, "rb")
+
+
+def hash_given(path: str | os.PathLike[str], expected: str) -> str:
+    """SHA-256 of the bytes of such a file."""
+    with open_given(path, expected) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def bad(path: Path, found: str, expected: str, remedy: str) -> UserError:

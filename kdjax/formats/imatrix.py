@@ -4,8 +4,6 @@ Both forms are read, the first is written: GGUF, with `NAME.in_sum2` and `NAME.c
 and the older binary one (https://github.com/ggml-org/llama.cpp, tools/imatrix and tools/quantize).
 """
 
-import hashlib
-import io
 import math
 import os
 import struct
@@ -14,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kdjax.errors import MissingFileError, UserError, suggest_path
+from kdjax.errors import UserError
 from kdjax.formats import open_table
+from kdjax.formats.files import hash_given, open_given
 from kdjax.formats.gguf import write_gguf
 
+_EXPECTED = "an importance matrix of llama-imatrix"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 
@@ -28,7 +28,7 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     Raises `UserError` for a file of neither form, and for numbers below 0 or not finite.
     """
     path = Path(path)
-    with _open(path) as file:
+    with open_given(path, _EXPECTED) as file:
         is_gguf = file.read(4) == b"GGUF"
     found = _read_gguf(path) if is_gguf else _read_legacy(path)
     if not found:
@@ -44,15 +44,7 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 def hash_importance(path: str | os.PathLike[str]) -> str:
     """SHA-256 of an importance file's bytes; raises `MissingFileError` if there is no such file."""
-    with _open(Path(path)) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _open(path: Path) -> io.BufferedReader:
-    if not path.is_file():
-        text = f"{path}: no such file; expected an importance matrix of llama-imatrix."
-        raise MissingFileError(f"{text}{suggest_path(path)}")
-    return open(path, "rb")
+    return hash_given(path, _EXPECTED)
 
 
 def _read_gguf(path: Path) -> dict[str, np.ndarray]:

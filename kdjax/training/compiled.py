@@ -65,7 +65,7 @@ def ask_xla(plan: Plan, config: Config, pair: Pair, placement: Placement) -> Pla
     _log.info("compiling the step, whose memory XLA tells")
     settled = settle_dtype(config, plan.platform)
     settled = replace_settings(settled, plan.remat, plan.chunk_tokens)
-    settled.student.imatrix = ""  # a file that no step reads
+    settled.student.imatrix = settled.student.start = ""  # files that no step reads
     held = count_step(settled, pair, placement, plan.kind)
     others = {name: parts for name, parts in plan.phases.items() if name not in STEP_PHASES}
     step = {"a step runs": {"temporaries, as XLA compiles it": held.temporaries}}

@@ -43,6 +43,7 @@ from kdjax.formats.imatrix import read_importance
 from kdjax.formats.kquants import WEIGHED
 from kdjax.formats.recipes import parts_by_type
 from kdjax.formats.saved import BLOCK, LORA, SPARK
+from kdjax.formats.start import read_masters, read_scales
 from kdjax.models.adapters import (
     Lora,
     add_change,
@@ -141,6 +142,9 @@ class Form:
 
     def begin(self, base: Params, masters: Params) -> Kept:
         """Makes the arrays that the state keeps, before the first step."""
+
+    def read_kept(self, shapes: Kept) -> Kept:
+        """Reads the arrays that a state begins with, which `begin` then does not make, or None."""
 
     def see(self, base: Params, kept: Kept, masters: Params) -> Params:
         """Computes the parameters that the forward pass takes."""
@@ -834,7 +838,8 @@ class Rounded(Form):
     (`recipes.split_types`). The form `of` computes the parameters that are rounded: the masters,
     or, for a student with adapters, base + scale B A, of which the adapters are trained. The
     exporter's search fits the scales of every block once, at the start; `imatrix`, a file of
-    llama-imatrix, weights the errors of this fit.
+    llama-imatrix, weights the errors of this fit. `start` is a file of `formats.start`, whose
+    masters and scales a run begins with in place of the student's numbers and a fit.
     Each step rounds to the integers of these scales, which are equal on every backend. State and
     checkpoints have the scales, and an export writes the integers that belong to them.
 
@@ -844,6 +849,7 @@ class Rounded(Form):
     text: str
     imatrix: str = ""
     of: Form = PLAIN
+    start: str = ""
     types: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()  # paths; types of their layers
     # Weights of each input's errors in a fit, for some paths: float32 [L, 1, inputs].
     importance: Mapping[tuple[str, ...], np.ndarray] = dataclasses.field(
@@ -1020,8 +1026,28 @@ class Rounded(Form):
         return self.of.find_start(student)
 
     def draw(self, student: Checkpoint, seed: int) -> Params | None:
-        """Draws the inner form's masters."""
-        return self.of.draw(student, seed)
+        """Reads the masters of `start`, or draws the inner form's."""
+        if not self.start:
+            return self.of.draw(student, seed)
+        return self._check(read_masters(self.start), self.shapes(student), "masters")
+
+    def read_kept(self, shapes: Kept) -> Kept:
+        """Reads the scales of `start`; None without one."""
+        if not self.start:
+            return None
+        return self._check(read_scales(self.start), shapes, "scales")
+
+    def _check(self, found: Mapping[tuple[str, ...], Any], shapes: Params, what: str) -> Params:
+        """Returns the tree of what a start has; raises `UserError` if it is of other shapes."""
+        has, needs = (
+            jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (found, _flatten(shapes))
+        )
+        if has != needs:
+            raise UserError(
+                f"{self.start}: found {what} of another model or of other block types; expected "
+                "the student's, of the types of student.quantize. Make it anew: kdjax shrink."
+            )
+        return unflatten_dict(found)
 
     def shapes(self, student: Checkpoint) -> Params:
         """Shapes of the inner form's masters."""
@@ -1095,7 +1121,7 @@ def form_of(student: StudentConfig) -> Form:
     if not student.quantize:
         return Adapters(asked=student.lora) if student.lora.rank else PLAIN
     within = MergedAdapters(asked=student.lora) if student.lora.rank else PLAIN
-    return Rounded(student.quantize, student.imatrix, within)
+    return Rounded(student.quantize, student.imatrix, within, student.start)
 
 
 def check_form(form: Form, student: Model, **settings: Any) -> None:

@@ -33,6 +33,7 @@ CONTENTS = {
     "teacher.cache": "teacher.cache",
     "student.path": "student.sha256",
     "student.imatrix": "student.imatrix.sha256",
+    "student.start": "student.start.sha256",
     "data.train": "data.rows",
     "data.heldout": "data.rows",
     "data.heldout_fraction": "data.rows",

@@ -32,6 +32,7 @@ from kdjax.device import cluster
 from kdjax.errors import MissingFileError, UserError
 from kdjax.formats.imatrix import hash_importance
 from kdjax.formats.saved import read_receipt, saved_run, saved_steps
+from kdjax.formats.start import hash_start
 from kdjax.hub import PREFIX
 from kdjax.losses.divergences import list_files, parse_divergence
 from kdjax.models.tokenizer import Tokenizer
@@ -200,11 +201,10 @@ def hash_models(pair: Pair) -> dict[str, str | None]:
     )
 
 
-def hash_imatrix(student: StudentConfig) -> dict[str, str]:
-    """SHA-256 of the file of importances, if the config names one."""
-    if not student.imatrix:
-        return {}
-    return {"student.imatrix.sha256": hash_importance(student.imatrix)}
+def hash_rounding(student: StudentConfig) -> dict[str, str]:
+    """SHA-256s of the files of importances and of the start, if the config names them."""
+    files = {"imatrix": (student.imatrix, hash_importance), "start": (student.start, hash_start)}
+    return {f"student.{n}.sha256": digest(path) for n, (path, digest) in files.items() if path}
 
 
 def hash_divergence(loss: LossConfig) -> dict[str, str]:
@@ -236,12 +236,12 @@ def hash_contents(config: Config, begun: str = "") -> dict[str, Any]:
             [(weight, hash_index(read_index(folder)[1])) for weight, folder in caches]
         )
     return (
-        contents | hash_imatrix(config.student) | hash_divergence(config.loss) | hash_models(pair)
+        contents | hash_rounding(config.student) | hash_divergence(config.loss) | hash_models(pair)
     )
 
 
 def check_finished(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> None:
-    """Raises `UserError` unless the finished run in `workdir` is that of `config` and `user_code`.
+    """Raises `UserError` unless `workdir` has the finished run of `config` and `user_code`.
 
     Loads nothing: models and text are hashed where they are. A missing file counts as unchanged
     if the run's receipt has the same path.

@@ -53,8 +53,8 @@ from kdjax.training.inputs import (
     count_run,
     find_begun,
     hash_divergence,
-    hash_imatrix,
     hash_models,
+    hash_rounding,
     list_read_rows,
     prepare_all,
     read_shared,
@@ -291,7 +291,7 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
         with timing("hashes"):
             hashed.result()
     made_of = {"data.rows": rows.key} | ({"teacher.cache": cache.sha256} if cache else {})
-    made_of |= hash_imatrix(config.student) | hash_divergence(config.loss)
+    made_of |= hash_rounding(config.student) | hash_divergence(config.loss)
     made_of |= user_code.identify(step.abstract)
     if user_code.batches is None:
         source = make_source(config, workdir, pair, rows, cache, step, teacher)

@@ -418,9 +418,14 @@ def init_state(
     form: Form = PLAIN,
     base: Params | None = None,
     extra: Params | None = None,
+    kept: Any = None,
 ) -> TrainState:
-    """The state before the first step; `extra` are projections of layer losses."""
-    opt_state, kept = tx.init(_join(params, extra)), form.begin(base or {}, params)
+    """The state before the first step; `extra` are projections of layer losses.
+
+    `kept` are the arrays that the form read; None: it makes them.
+    """
+    opt_state = tx.init(_join(params, extra))
+    kept = form.begin(base or {}, params) if kept is None else kept
     return _state(jnp.zeros((), jnp.int32), params, opt_state, kept, extra)
 
 
@@ -583,10 +588,12 @@ class Step:
         params = self.spec.form.masters(params)
         _refuse_other(_list_shapes(self.abstract.params), params, "student")
 
-        def begin(params: Params, base: Params) -> TrainState:
+        kept = self.spec.form.read_kept(getattr(self.abstract, "kept", None))
+
+        def begin(params: Params, base: Params, kept: Any) -> TrainState:
             if not donate:  # jit hands an argument that it only passes on back as it is
                 params = jax.tree.map(jnp.copy, params)
-            return init_state(params, self.spec.tx, self.spec.form, base, self._extra)
+            return init_state(params, self.spec.tx, self.spec.form, base, self._extra, kept)
 
         # A complete array cannot become the part of it that a device stores.
         placed = jax.tree.map(
@@ -596,7 +603,7 @@ class Step:
         )
         donated = (0,) if donate and jax.tree.all(placed) else ()
         begun = jax.jit(begin, out_shardings=self.shardings, donate_argnums=donated)
-        return begun(params, self.base)
+        return begun(params, self.base, kept)
 
     def __call__(
         self, state: TrainState, teacher: Arrays, batch: Any

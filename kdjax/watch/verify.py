@@ -18,7 +18,7 @@ from kdjax.formats import TensorTable, content_hash, open_table
 from kdjax.formats.saved import RECEIPT, resolve_path, saved_params, saved_run, saved_steps
 from kdjax.training.forms import form_of
 from kdjax.training.identity import identify, list_differences
-from kdjax.training.inputs import hash_divergence, hash_imatrix, hash_text, name_hashes
+from kdjax.training.inputs import hash_divergence, hash_rounding, hash_text, name_hashes
 from kdjax.training.pair import open_student
 from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
@@ -114,6 +114,7 @@ class _Recheck:
             (config.data, "tokenizer"),
             (config.student, "path"),
             (config.student, "imatrix"),
+            (config.student, "start"),
             (config.teacher, "path"),
         ):
             if (path := getattr(section, name)) not in ("", SELF):
@@ -229,7 +230,7 @@ class _Recheck:
             contents["teacher.cache"] = teacher["cache"]
         if "rollout.prompts" in saved:
             contents["rollout.prompts"] = self.hashes.get("rollout.prompts")
-        contents |= hash_imatrix(self.config.student) | hash_divergence(self.config.loss)
+        contents |= hash_rounding(self.config.student) | hash_divergence(self.config.loss)
         named = {f"own.{name}": text for name, text in self.python.items()}
         contents |= {name: text for name, text in named.items() if name in saved}
         for name, was, stated in list_differences(saved, identify(self.config, contents)):
