@@ -60,7 +60,7 @@ _KINDS = {"int": "whole number", "float": "number", "bool": "true or false"}
 _FIELD = re.compile(r"^    (\w+): (?:str|int|float|bool) = ([^#\n]*?)(?:  # (.*))?$", re.MULTILINE)
 
 
-# What status 0 means, by command.
+# The meaning of status 0, by command.
 FINISHES = {
     "train": "trained to the last step; of a smoke run: passed; with --plan: the run fits",
     "plan": "the run fits, or the device does not report its memory",

@@ -134,7 +134,8 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
 def _describe_traffic(gradients: Params, mesh: Mesh, dtype: str) -> str:
     """Says what processes send each other to add up a step's gradients, the least that a sum needs.
 
-    Of H processes each sends (H - 1) / H of the numbers for others to add, and as many sums.
+    Each of H processes sends (H - 1) / H of its numbers for others to add, then its share of sums
+    to all others: the same number again.
     """
     processes = [device.process_index for device in mesh.devices.flat]
     if not (others := len(set(processes)) - 1):
