@@ -540,7 +540,9 @@ class HeadFunctions:
     stored_head = head
 
 
-def load_head(checkpoint: Checkpoint, compute: Compute, kind: str, *, empty: bool = False) -> Model:
+def load_unembedding(
+    checkpoint: Checkpoint, compute: Compute, kind: str, *, empty: bool = False
+) -> Model:
     """Only the head of a model, dense; with `empty` no arrays. `kind` is for a log."""
     assert compute.placement is not None
     params: Params = {}

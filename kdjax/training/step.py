@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -198,26 +198,31 @@ def _sum_over_devices(
     return run
 
 
+class _Forward(NamedTuple):
+    """Results of a batch's forward pass, of which losses are made."""
+
+    student: tuple[Array, Array]  # hidden states and head
+    teacher: RunningTeacher
+    # Sums of layer losses, or of the student's later predictions, by name; their weighted total.
+    extra: tuple[dict[str, Array], Array] | None = None
+    confidence: Array | None = None  # of the student's drafts; None without
+
+
 def _run_both(
     spec: StepSpec, kind: TeacherKind, params: Params, teacher: Params, batch: Batch
-) -> tuple[tuple[Array, Array], RunningTeacher, dict[str, Array] | None, Any, Array | None]:
-    """Runs the student, and the teacher's layers that losses read.
-
-    Returns hidden states and head of the student, the teacher for its kind, and the sums of layer
-    losses, or of the student's later predictions, by name and their weighted total; both are None
-    without such losses. Returns also the student's confidence, None without.
-    """
+) -> _Forward:
+    """Runs the student, and the teacher's layers that losses read."""
     running = RunningTeacher(spec.teacher, teacher)
     columns = batch["tokens"], batch["segment_ids"], batch["positions"]
     if not spec.extra:
         hidden, later, target, confidence = spec.form.run(spec.student, params, batch)
         student, running = (hidden, spec.student.head(params)), running._replace(known=target)
         if not later:
-            return student, running, None, None, confidence
+            return _Forward(student, running, confidence=confidence)
         if kind.runs and not isinstance(spec.teacher, tuple):  # once, for all predictions
             running = running._replace(known=running.hidden(batch))
         sums = _sum_later(spec, kind, later, student[1], running, batch)
-        return student, running, *sums, confidence
+        return _Forward(student, running, sums, confidence)
     projections: Any = params.get(_EXTRA, {})
     params = {name: x for name, x in params.items() if name != _EXTRA}
     names, theirs = list_names(spec.extra, "student"), {}
@@ -231,7 +236,7 @@ def _run_both(
         sums = loss.sum(ours, theirs, batch, projections.get(loss.name, {}))
         extra |= sums
         total += loss.weight * sum(sums.values())
-    return (hidden, spec.student.head(params)), running, extra, total, None
+    return _Forward((hidden, spec.student.head(params)), running, (extra, total))
 
 
 def _sum_later(
@@ -300,11 +305,12 @@ def _sum_gradients(
 
     def sum_loss(trained: Params, part: Batch) -> tuple[Array, LossSums]:
         seen = put_back(trained, params)
-        student, running, extra, total, confidence = _run_both(spec, kind, seen, teacher, part)
-        sums = kind.sum_loss(student, running, part, spec.head)
-        if extra is not None:
+        ran = _run_both(spec, kind, seen, teacher, part)
+        sums = kind.sum_loss(ran.student, ran.teacher, part, spec.head)
+        if ran.extra is not None:
+            extra, total = ran.extra
             sums = sums._replace(loss=sums.loss + total, extra=extra)
-        sums = add_confidence(sums, confidence, part["weights"], spec.form.confidence)
+        sums = add_confidence(sums, ran.confidence, part["weights"], spec.form.confidence)
         return sums.loss, sums
 
     gradient = jax.grad(sum_loss, has_aux=True)
@@ -396,9 +402,9 @@ def eval_step(
     _refuse_other(spec.shapes, teacher)
 
     def sum_evaluation(params: Params, teacher: Params, batch: Batch) -> Any:
-        student, running, extra, total, _ = _run_both(spec, spec.kind, params, teacher, batch)
-        sums = spec.kind.sum_evaluation(student, running, batch, spec.head)
-        return sums if extra is None else ExtraSums(sums, extra, total)
+        ran = _run_both(spec, spec.kind, params, teacher, batch)
+        sums = spec.kind.sum_evaluation(ran.student, ran.teacher, batch, spec.head)
+        return sums if ran.extra is None else ExtraSums(sums, *ran.extra)
 
     batch = spec.form.mark(batch, None)
     return _sum_over_devices(sum_evaluation, spec, lambda _: P())(params, teacher, batch)
@@ -788,7 +794,6 @@ def assemble_step(
     """
     _check_arguments(loss, optimizer, microbatches)
     models = _list_models(teacher)
-    several = list(teacher) if isinstance(teacher, Sequence) else None
     kind = _choose_kind(kind, teacher)
     if not models and not kind.in_batch and loss.alpha != 1:
         raise UserError(f"found no teacher and alpha={loss.alpha}; without one alpha must be 1.")
@@ -802,11 +807,7 @@ def assemble_step(
     sizes = vocabulary.width, vocabulary.real, chunk_tokens
     head = HeadSpec(loss, *sizes, placement.kernels, accepts=form.confidence > 0)
     optimizer, layers = train_only(optimizer, form.masters(student.params), student.spec, trainable)
-    functions: Any = models[0].functions if models else None
-    arrays: Any = models[0].params if models else None
-    if several is not None:
-        functions = tuple(model and model.functions for model in several)
-        arrays = name_arrays([model and model.params for model in several])
+    functions, arrays = _read_teachers(teacher)
     spec = StepSpec(
         student=student.functions,
         teacher=functions,
@@ -822,6 +823,14 @@ def assemble_step(
     )
     split = _splits(spec, placement)
     return Step(spec, student.params, placement, arrays, split=split, vocabulary=vocabulary)
+
+
+def _read_teachers(teacher: Model | Sequence[Model | None] | None) -> tuple[Any, Any]:
+    """Functions and arrays of the teacher, or of several; None without."""
+    if isinstance(teacher, Sequence):
+        functions = tuple(model and model.functions for model in teacher)
+        return functions, name_arrays([model and model.params for model in teacher])
+    return (teacher.functions, teacher.params) if isinstance(teacher, Model) else (None, None)
 
 
 def _check_arguments(loss: Any, optimizer: Any, microbatches: int) -> None:

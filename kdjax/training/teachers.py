@@ -40,7 +40,7 @@ from kdjax.losses.topk import (
 )
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, Params, functional
-from kdjax.models.model import Model, check_float8, load_head, load_model, narrow_head
+from kdjax.models.model import Model, check_float8, load_model, load_unembedding, narrow_head
 from kdjax.models.weights import from_bits, to_bits
 
 Size = int | float  # bytes
@@ -258,7 +258,7 @@ class CachedHidden(TeacherKind):
         return 2.0 * width * teacher.spec.hidden_size
 
     def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
-        return narrow_head(load_head(teacher, compute, "cached (hidden)"), width)
+        return narrow_head(load_unembedding(teacher, compute, "cached (hidden)"), width)
 
     def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
         return from_bits(batch["teacher_hidden"]), teacher.head
@@ -298,7 +298,7 @@ class CachedTopK(TeacherKind):
         return 0.0
 
     def load(self, teacher: Checkpoint, width: int, compute: Compute) -> Model:
-        return load_head(teacher, compute, "cached (topk)", empty=True)
+        return load_unembedding(teacher, compute, "cached (topk)", empty=True)
 
     def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
         return (TopTeacher.of(batch),)
