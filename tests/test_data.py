@@ -370,16 +370,18 @@ def test_what_transformers_refuses_is_named_in_one_line(config, message, tokeniz
 
 @pytest.mark.slow
 def test_of_every_field_that_transformers_refuses_the_name_is_found():
-    """Each field of each golden's config with nine wrong values: of 2,973 refusals all but one."""
+    """Each field of each class of config with nine wrong values."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    refused, named = 0, 0
+    refused, named, tried = 0, 0, set()
     for path in sorted((Path(__file__).parent / "goldens").glob("*/config.json")):
         config = json.loads(path.read_text())
         if config["model_type"] not in CONFIG_MAPPING:
             continue
         wrongs = ("x", -1, [1], {"a": 1}, None, 0, 1.5, True, 3)
-        for name, wrong in itertools.product(sorted(config.keys() - {"model_type"}), wrongs):
+        names = {(config["model_type"], name) for name in config.keys() - {"model_type"}} - tried
+        tried |= names
+        for (_, name), wrong in itertools.product(sorted(names), wrongs):
             try:
                 AutoConfig.for_model(**config | {name: wrong})
             except Exception as error:
