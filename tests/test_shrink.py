@@ -503,6 +503,12 @@ def test_a_full_disk_or_a_kill_in_any_part_loses_nothing(
 
 @pytest.mark.slow
 def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypatch):
+    """From a file that stores its tied head twice, as some published ones do."""
+    student = kdjax.load(exact / "student.gguf", dtype="float32")
+    head = student.params | {"head": student.params["embed"]}
+    twice = student.replace(params=head, spec=dataclasses.replace(student.spec, tied=False))
+    export_gguf(twice, exact / "student.gguf", overwrite=True)
+    assert "output.weight" in open_table(exact / "student.gguf")
     monkeypatch.setattr(shrink, "_RECIPES", ("q4_0", "q5_0", "q8_0"))
     flags = ["--like=q4_0", "--steps=6"]
     with monkeypatch.context() as patch:

@@ -192,11 +192,14 @@ def _find_recipe(args: argparse.Namespace, checkpoint: Checkpoint, nbytes: int) 
     return max(fitting, key=fitting.__getitem__) if fitting else min(sizes, key=sizes.__getitem__)
 
 
-def _make_config(args: argparse.Namespace, types: str, start: str, bits: float) -> Config:
+def _make_config(
+    args: argparse.Namespace, spec: ArchSpec, types: str, start: str = "", bits: float = 8.0
+) -> Config:
     """The run that trains the chosen types: the model is its own teacher."""
     config = Config()
     config.teacher.path, config.student.path = SELF, args.model
     config.student.quantize, config.student.start = types, start
+    config.student.head = "tied" if spec.tied else "untied"  # both are chosen for if both are there
     config.data.train, config.data.heldout = args.text, args.heldout
     config.data.fields, config.data.seq_len = args.fields, args.seq_len
     config.optim.learning_rate = _FEW_RATE if bits < _FEW_BITS else _RATE
@@ -322,7 +325,7 @@ class _Work:
             del masters, kept
         self.free()
         bits = 8 * mixture.nbytes / sum(int(np.prod(x.shape)) for x in _list_parts(self.checkpoint))
-        config = _make_config(self.args, str(types), str(start), bits)
+        config = _make_config(self.args, self.checkpoint.spec, str(types), str(start), bits)
         workdir = self.folder / f"run-{name}"
         if self.args.seconds:
             self._fit_steps(config, workdir)
@@ -396,7 +399,7 @@ def count_free(mixture: Mixture, checkpoint: Checkpoint) -> int:
 
 
 def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> None:
-    settings = _make_config(args, "", "", 0.0).data
+    settings = _make_config(args, checkpoint.spec, "").data
     make_folder(args.work)
     work = _Work(args, checkpoint, prepare(settings, checkpoint.tokenizer))
     imatrix = work.measure_importance()
@@ -497,7 +500,7 @@ def _plan(
             return BAD_INPUT if missing else FINISHED
         if args.seconds:
             print(f"training: {args.seconds / 60:,.1f} minutes, and evaluations")
-        status = print_plan(survey_headers(_make_config(args, recipe, "", 8.0), machine))
+        status = print_plan(survey_headers(_make_config(args, spec, recipe), machine))
         return BAD_INPUT if missing else status
 
 
