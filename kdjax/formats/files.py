@@ -102,7 +102,7 @@ def open_given(path: str | os.PathLike[str], expected: str) -> io.BufferedReader
     """Opens a file that a user named; raises `MissingFileError` if there is no such file."""
     if not Path(path).is_file():
         text = f"{path}: no such file; expected {expected}."
-        raise MissingFileError(f"{text}{suggest_path(path)}")
+        raise MissingFileError(f"{text}{suggest_path(Path(path))}")
     return open(path, "rb")
 
 

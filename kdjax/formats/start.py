@@ -28,7 +28,7 @@ def write_start(path: Path, masters: Mapping[str, Any], scales: Mapping[str, Any
     for at, parts in flat[1].items():
         named |= {f"{_SCALES} {'/'.join(at)}/{number}": x for number, x in enumerate(parts)}
     with replacing(path) as file:
-        np.savez(file, allow_pickle=False, **named)
+        np.savez(file, **named)
 
 
 def read_masters(path: str | os.PathLike[str]) -> dict[Where, np.ndarray]:
