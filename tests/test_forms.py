@@ -204,7 +204,10 @@ def test_microbatches_round_once(pair, rounded):
         np.testing.assert_allclose(x, y, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4", "Q5_1"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4", "Q5_1", "IQ3_S", "IQ3_XXS", "IQ2_S"],
+)
 def test_what_lies_beyond_its_scale_is_not_driven_further_out(dtype, rng):
     x = {"embed": jnp.asarray(rng.standard_normal((2, 256)), jnp.float32)}
     form = forms.Rounded("", types=((("embed",), (dtype,)),))
@@ -269,7 +272,7 @@ def test_types_by_recipe_and_by_name():
     "text, message",
     [
         ("q9", "expected a recipe .*q4_0"),
-        ("blocks=IQ3_S", "cannot be trained; expected one of .*Q4_K"),
+        ("blocks=IQ2_XS", "cannot be trained; expected one of .*Q4_K"),
         ("blocks=Q4_K", "complete blocks of 256"),
         ("f32", "names no tensor"),
         ("tail=Q4_0", "begins with 'tail'"),

@@ -7,6 +7,7 @@ import gguf
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,6 +19,8 @@ from scripts.bench.ggml import make_encoder
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
 LIMITS = {"Q4_K": 65504 * 63, "Q5_K": 65504 * 63, "Q6_K": 65504 * 31 * 127}
 SIGNED = {"Q4_0": 8, "Q5_0": 16}  # one scale, and integers from minus this on
+# Types with a grid, and the relative errors of normal numbers.
+GRIDDED = {"IQ3_S": 0.135, "IQ3_XXS": 0.185, "IQ2_S": 0.25}
 EXAMPLES = hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 
 
@@ -239,7 +242,7 @@ def test_the_largest_values_fit_and_larger_ones_are_refused(dtype):
             encode(x, dtype)
 
 
-@pytest.mark.parametrize("dtype", [*TYPES, *SIGNED, "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize("dtype", [*TYPES, *SIGNED, "IQ4_NL", "IQ4_XS", *GRIDDED])
 def test_parts_change_no_byte(dtype, rng, monkeypatch):
     x = rng.standard_normal((40, 256)).astype(np.float32)
     whole = encode(x, dtype)
@@ -259,12 +262,12 @@ def test_again_from_its_own_numbers_it_moves_little(dtype, rng):
 FEW = {"Q2_K": 0.29, "Q3_K": 0.165}  # relative errors of normal numbers
 
 
-@pytest.mark.parametrize("dtype", FEW)
+@pytest.mark.parametrize("dtype", [*FEW, *GRIDDED])
 def test_few_bits_lose_as_little_as_they_must(dtype, rng):
     x = rng.standard_normal((32, 1024)).astype(np.float32)
     for scale in (1e-2, 1.0, 100.0):
         y = x * np.float32(scale)
-        assert relative(y, there_and_back(y, dtype)) < FEW[dtype]
+        assert relative(y, there_and_back(y, dtype)) < (FEW | GRIDDED)[dtype]
     assert not there_and_back(np.zeros((1, 256), np.float32), dtype).any()
     one = np.concatenate([encode(row[None], dtype) for row in x])
     np.testing.assert_array_equal(one, encode(x, dtype))
@@ -273,7 +276,7 @@ def test_few_bits_lose_as_little_as_they_must(dtype, rng):
         encode(x, dtype)
 
 
-SEARCHED = ["Q2_K", "Q3_K", "Q4_0", "IQ4_NL"]
+SEARCHED = ["Q2_K", "Q3_K", "Q4_0", "IQ4_NL", *GRIDDED]
 
 
 @pytest.mark.parametrize("dtype", [*SEARCHED, "Q4_K", "Q5_K", "Q6_K", "Q5_0", "IQ4_XS"])
@@ -302,3 +305,66 @@ def test_errors_weighted_by_importance_are_no_larger_than_llama_cpps(dtype, weig
     if dtype in FEW:  # of single blocks too
         ours, theirs = (part.reshape(-1, 256).sum(axis=1) for part in lost)
         assert (ours <= 1.01 * theirs).all(), (ours / theirs).max()
+
+
+def their_grid(dtype):
+    """gguf-py's table, and the levels' factor: scale of a group = d * unit * (2 * q + 1)."""
+    kind = getattr(gguf.quants, dtype)
+    kind.init_grid()
+    units = {"IQ3_S": 1, "IQ3_XXS": 0.25, "IQ2_S": 0.125}
+    return np.float64(kind.grid.reshape(-1, kind.grid.shape[-1])), units[dtype]
+
+
+def least_errors(x, dtype, factors):
+    """Squared errors of eights `[n, 8]` under factors `[m]`, every entry tried: `[m, n]`."""
+    grid, _ = their_grid(dtype)
+    parts = x.reshape(-1, grid.shape[1])
+    squares, products = (parts**2).sum(axis=1, keepdims=True), parts @ grid.T
+    own = (grid**2).sum(axis=1)
+    least = [(squares - 2 * f * products + f * f * own).min(axis=1) for f in factors]
+    return np.reshape(least, (len(factors), len(x), -1)).sum(axis=2)
+
+
+@pytest.mark.parametrize("dtype", GRIDDED)
+def test_entries_and_signs_are_the_best_of_all_of_the_grid(dtype, rng):
+    """With the scales of the search, each eight against every entry; all signs of IQ3_XXS."""
+    x = rng.standard_t(5, (1, 256)).astype(np.float32)
+    scales = blocks.fit_rows(jnp.asarray(x), dtype)
+    y = np.float64(blocks.decode_fields(blocks.encode_fields(jnp.asarray(x), dtype, scales), dtype))
+    np.testing.assert_array_equal(decoded(encode(x, dtype), dtype), y)
+    eights, patterns = np.float64(x).reshape(-1, 8), np.arange(256)
+    flips = 1 - 2.0 * (patterns[:, None] >> np.arange(8) & 1)
+    ours = np.square(y - x).reshape(-1, 8).sum(axis=1)
+    factors = np.repeat(1 / np.float64(scales[-1]).ravel(), 32 // scales[-1].size)
+    best = []
+    for eight, factor in zip(eights, factors, strict=True):
+        tried = flips[:1]  # the signs that numbers have are the best
+        if dtype == "IQ3_XXS":  # unless minus signs must be even in number
+            tried = flips[flips.prod(axis=1) == np.sign(eight).prod()]
+        best.append(least_errors(np.abs(eight) * tried, dtype, [factor]).min())
+    # Numbers count in parts of a step; the sign that is wrong is that of the smallest number.
+    assert (ours <= np.multiply(best, 1.02) + 1e-9).all() and ours.sum() <= 1.002 * sum(best)
+
+
+@pytest.mark.parametrize("dtype", ["IQ3_S", "IQ2_S"])
+def test_scales_are_near_the_best_of_all(dtype, rng):
+    """All 16 scales of each group, for scales of the block about the one that was found."""
+    x = rng.standard_normal((1, 256)).astype(np.float32)
+    ours = np.square(np.float64(there_and_back(x, dtype)) - x).sum()
+    d = np.asarray(blocks.fit_rows(jnp.asarray(x), dtype)[0]).view(np.float16).astype(np.float64)
+    best = np.inf
+    for share in np.linspace(0.75, 1.35, 13):
+        factors = d.item() * share * their_grid(dtype)[1] * (2 * np.arange(16) + 1)
+        lost = least_errors(np.abs(np.float64(x)).reshape(-1, 8), dtype, factors)
+        groups = lost.reshape(16, -1, 2 if dtype == "IQ2_S" else 4).sum(axis=2)
+        best = min(best, groups.min(axis=0).sum())
+    assert ours <= 1.05 * best, ours / best
+
+
+def test_an_odd_sign_goes_to_the_smallest_number():
+    x = np.tile(np.float32([3, -5, 7, 2, 4, 6, 8, 5]), (1, 32))  # one minus in each eight
+    y = there_and_back(x, "IQ3_XXS").reshape(-1, 8)
+    assert (np.sign(y) == [1, -1, 1, -1, 1, 1, 1, 1]).all()
+    weights = np.tile(np.float32([0.01, 1, 1, 1, 1, 1, 1, 1]), 32)
+    y = decoded(encode(x, "IQ3_XXS", weights), "IQ3_XXS").reshape(-1, 8)
+    assert (np.sign(y) == [-1, -1, 1, 1, 1, 1, 1, 1]).all()

@@ -17,7 +17,7 @@ from kdjax.models.arch import ArchSpec
 from kdjax.models.mixture import Mixture, Part, count_bytes, list_matrices
 
 # Types tried for rows of complete blocks of 256, of 32, and others.
-_TYPES_256 = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+_TYPES_256 = ("IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 _TYPES_32 = ("Q4_0", "IQ4_NL", "Q5_0", "Q5_1", "Q8_0")
 _ALIGNMENT = 32  # of tensors in a GGUF file
 _MOST_UNITS = 1 << 19  # of the budget; more would take memory and change the choice by 1e-6

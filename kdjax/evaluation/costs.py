@@ -109,7 +109,8 @@ def _compare(both: Sequence[Array], weights: Array) -> tuple[Array, Array]:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _round_blocks(x: Array, dtype: str, importance: Array | None) -> Array:
-    return decode_fields(encode_fields(x, dtype, fit_rows(x, dtype, importance)), dtype)
+    fields = encode_fields(x, dtype, fit_rows(x, dtype, importance), importance)
+    return decode_fields(fields, dtype)
 
 
 def round_matrices(

@@ -502,9 +502,9 @@ def encode(
 ) -> UInt8[np.ndarray, "*lead b"]:
     """Numbers `[..., n]` as packed rows, uint8 `[..., row_bytes]`.
 
-    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit. The scales of K
-    types, Q4_0, Q5_0 and IQ4 come from a search, see `kquants`; `importance`, one number a column,
-    weights the squared error that the search minimises.
+    Rounds to nearest as `quantize_row_*_ref` in ggml-quants.c does, bit for bit. Scales of K
+    types, IQ types, Q4_0 and Q5_0 come from a search, see `kquants`; `importance`, one number a
+    column, weights the squared error that the search minimises.
 
     Raises `UserError` for a type without an encoder, rows that do not fill complete blocks, and
     values whose float16 form or scale would overflow.
@@ -538,6 +538,13 @@ def _as_blocks(x: Array, dtype_name: str) -> Array:
     return _shape(x, -1, BLOCKS[dtype_name].elements)
 
 
+def _spread(importance: Array | None, x: Array, dtype_name: str) -> Array | None:
+    """Importances of the blocks of rows, which they are broadcast to."""
+    if importance is None:
+        return None
+    return _as_blocks(jnp.broadcast_to(importance, x.shape), dtype_name)
+
+
 def fit_rows(
     x: Float[Array, "*lead n"], dtype_name: str, importance: Float[Array, "... n"] | None = None
 ) -> Scales:
@@ -545,20 +552,24 @@ def fit_rows(
 
     `importance` is broadcast to the rows.
     """
-    if importance is not None:
-        importance = jnp.broadcast_to(importance, x.shape)
-        importance = _as_blocks(importance, dtype_name)
-    return fit_scales(_as_blocks(x, dtype_name), dtype_name, importance)
+    weights = _spread(importance, x, dtype_name)
+    return fit_scales(_as_blocks(x, dtype_name), dtype_name, weights)
 
 
 def encode_fields(
-    x: Float[Array, "*lead n"], dtype_name: str, scales: Scales
+    x: Float[Array, "*lead n"],
+    dtype_name: str,
+    scales: Scales,
+    importance: Float[Array, "... n"] | None = None,
 ) -> tuple[Shaped[Array, "..."], ...]:
     """Encodes rows as blocks with given scales, in the fields of `split`; usable inside jit.
 
-    The result is equal on every backend: see `kquants`.
+    The result is equal on every backend: see `kquants`. `importance`, broadcast to the rows, is for
+    a single rounding: it weights what numbers lose that a type rounds together, and is not equal
+    everywhere.
     """
-    return quantize_blocks(_as_blocks(x, dtype_name), dtype_name, scales)
+    weights = _spread(importance, x, dtype_name)
+    return quantize_blocks(_as_blocks(x, dtype_name), dtype_name, scales, weights)
 
 
 @functools.partial(jax.jit, static_argnames="dtype_name")

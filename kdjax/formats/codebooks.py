@@ -7,7 +7,7 @@ import base64
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Integer
+from jaxtyping import Array, Integer, Shaped
 
 # Levels of IQ4: closer together near 0, where most weights lie.
 IQ4 = np.array(
@@ -131,6 +131,6 @@ IQ3_S = _grid(
 )
 
 
-def look_up(table: np.ndarray, index: Integer[Array, "*shape"]) -> Float32[Array, "..."]:
+def look_up(table: np.ndarray, index: Integer[Array, "*shape"]) -> Shaped[Array, "..."]:
     """Looks up a table's entry for each index; indices must lie within the table."""
     return jnp.asarray(table).at[index].get(mode="promise_in_bounds")

@@ -14,12 +14,17 @@ only. Q4_0 and Q5_0 weight errors by the size of the element, as llama.cpp does;
 minimise the plain mean squared error. An importance (llama.cpp's imatrix) multiplies each squared
 error, and scales of groups are then improved in alternation, as for Q2_K and Q3_K in any case.
 
+IQ3_S, IQ3_XXS and IQ2_S round four or eight numbers at once to an entry of a grid (`grids`). Their
+groups try several scales with entries near to the nearest; with the scale that is kept, entries are
+the nearest ones, by importance if it is given. llama.cpp looks at fewer of them
+(`quantize_row_iq3_s_impl`), and weights squares by size without an importance.
+
 Q8_0, Q5_1 and MXFP4 take their scale from the largest value, as `quantize_row_*_ref` does.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +33,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, UInt8
 
 from kdjax.formats.codebooks import IQ4, MXFP4
+from kdjax.formats.grids import GRIDS, find_nearest, guess
 
 _HALF_MAX, _HALF_NORMAL = 65504.0, 2.0**-14
 # Smaller scales have no inverse in float32; they would be 0 in float16 anyway.
@@ -42,13 +48,17 @@ class Encoder(NamedTuple):
     """How numbers `[..., elements]` become blocks of one type."""
 
     fit: Callable[[Array, Importance], Scales]
-    quantize: Callable[[Array, Scales], Array]  # integers uint8 [..., elements], as stored
-    pack: Callable[[Scales, Array], tuple[Array, ...]]  # the fields of `blocks.split`
+    # To integers uint8 [..., elements], as stored; types with a grid return indices of entries and
+    # bytes of signs, and take an importance, too.
+    quantize: Callable[..., Any]
+    pack: Callable[[Scales, Any], tuple[Array, ...]]  # the fields of `blocks.split`
     most: float  # the largest size of a value that the type can hold
     # The largest distance of a number to its nearest level, in steps.
     reach: float = 0.5
     # Whether an importance changes its scales; others come from the largest value alone.
     weighed: bool = True
+    # Numbers that are rounded together, to an entry of a grid; `reach` then counts from 0.
+    joint: int = 1
 
 
 def _divide(a: Array, b: Array) -> Array:
@@ -577,6 +587,83 @@ def _quantize_mxfp4(x: Array, scales: Scales) -> Array:
     return q | ((x < 0) & (q > 0)).astype(jnp.uint8) << 3
 
 
+# Shares of a grid's largest level that are tried as the level of a group's largest number.
+_GRID_STEPS = np.linspace(0.7, 1.35, 14)
+
+
+def _signs(x: Array, even: bool, weights: Importance = None) -> Array:
+    """The sign of each number, 1 or -1; with `even`, -1 is even in number among each eight.
+
+    Where it is odd, the number that loses least has the wrong sign.
+    """
+    signs = jnp.where(x < 0, -1.0, 1.0)
+    if not even:
+        return signs
+    lost = _groups(jnp.abs(x) if weights is None else weights * x * x, 8)
+    odd = jnp.sum(_groups(x, 8) < 0, axis=-1, keepdims=True) % 2 == 1
+    places = np.arange(8).reshape((1,) * (lost.ndim - 1) + (8,))
+    least = places == jnp.argmin(lost, axis=-1, keepdims=True)
+    return jnp.where(_flat(odd & least), -signs, signs)
+
+
+def _gridded(
+    name: str, k: int, unit: float, half: float, pack: Callable[..., Any], even: bool = False
+) -> Encoder:
+    """Types with a grid: groups of `k`, whose factor is d * unit * (2 * q + 1), q of four bits.
+
+    `half` is half a step between levels.
+    """
+    grid = GRIDS[name]
+
+    def fit(x: Array, importance: Importance) -> Scales:
+        weights = jnp.ones_like(x) if importance is None else importance
+        w = _groups(weights, k)
+        sizes = _groups(x * _signs(x, even, weights), k)
+        inverse = _inverse(jnp.max(jnp.abs(sizes), axis=-1, keepdims=True))
+
+        def attempt(step: Array) -> tuple[Array, ...]:
+            level = guess(sizes * (step * inverse), name)
+            product = _sum(w * sizes * level)
+            found = _divide(product, _sum(w * level * level))
+            return -found * product, found  # the squared error minus the sum of squares
+
+        first = jnp.full(inverse.shape, jnp.inf), jnp.zeros_like(inverse)
+        scale = jnp.maximum(_keep_best(_GRID_STEPS * grid.top, first, attempt)[1][..., 0], 0)
+        d = _word(jnp.max(scale, axis=-1) / (31 * unit))
+        least = _half(d)[..., None] * unit
+        q = jnp.clip(jnp.rint((_divide(scale, least) - 1) / 2), 0, 15)
+        return d, q.astype(jnp.uint8), _inverse(least * (2 * q + 1))
+
+    def quantize(x: Array, scales: Scales, importance: Importance = None) -> tuple[Array, Array]:
+        inverse = jnp.where(scales[-1] < 1 / _LEAST, scales[-1], 0)
+        signs = _signs(x, even, importance)
+        sizes = _flat(_groups(x * signs, k) * inverse[..., None])
+        return find_nearest(sizes, name, importance), _top_bits((signs < 0).astype(jnp.uint8), 0)
+
+    most = _HALF_MAX * 31 * unit * grid.top
+    return Encoder(fit, quantize, pack, most, grid.top + half, joint=8 if even else grid.size)
+
+
+def _pack_iq3_s(scales: Scales, found: tuple[Array, Array]) -> tuple[Array, ...]:
+    (d, q, _), (index, signs) = scales, found
+    return d, index.astype(jnp.uint8), _top_bits(index, 8), signs, _pack_nibbles(q, 1)
+
+
+def _pack_iq3_xxs(scales: Scales, found: tuple[Array, Array]) -> tuple[Array, ...]:
+    (d, q, _), (index, signs) = scales, found
+    # The eighth sign follows from the seven others.
+    seven = _groups(signs & 127, 4).astype(jnp.uint32)
+    shifts = np.arange(0, 28, 7, dtype=np.uint32).reshape((1,) * (seven.ndim - 1) + (-1,))
+    words = jnp.bitwise_or.reduce(seven << shifts, axis=-1) | q.astype(jnp.uint32) << 28
+    return d, index.astype(jnp.uint8), _flat(lax.bitcast_convert_type(words, jnp.uint8))
+
+
+def _pack_iq2_s(scales: Scales, found: tuple[Array, Array]) -> tuple[Array, ...]:
+    (d, q, _), (index, signs) = scales, found
+    high = _gather_bits(_groups(index >> 8, 4).swapaxes(-1, -2), 2)
+    return d, index.astype(jnp.uint8), signs, high, _pack_nibbles(q, 1)
+
+
 ENCODERS: dict[str, Encoder] = {
     "Q2_K": Encoder(
         _fit_q2_k,
@@ -609,6 +696,9 @@ ENCODERS: dict[str, Encoder] = {
         _IQ4_REACH,
     ),
     "IQ4_XS": Encoder(_fit_iq4_xs, _quantize_iq4, _pack_iq4_xs, _HALF_MAX * 100 * 31, _IQ4_REACH),
+    "IQ3_S": _gridded("IQ3_S", 32, 1.0, 1.0, _pack_iq3_s),
+    "IQ3_XXS": _gridded("IQ3_XXS", 32, 0.25, 5.0, _pack_iq3_xxs, even=True),
+    "IQ2_S": _gridded("IQ2_S", 16, 0.125, 9.0, _pack_iq2_s),
     "Q8_0": Encoder(
         _fit_q8_0,
         _quantize_q8_0,
@@ -661,13 +751,21 @@ def _lift(importance: Array) -> Array:
 
 
 def quantize_blocks(
-    x: Float32[Array, "*lead elements"], dtype_name: str, scales: Scales
+    x: Float32[Array, "*lead elements"],
+    dtype_name: str,
+    scales: Scales,
+    importance: Importance = None,
 ) -> tuple[Array, ...]:
-    """Makes the fields of blocks with these scales, as `blocks.split` returns them."""
+    """Makes the fields of blocks with these scales, as `blocks.split` returns them.
+
+    `importance` weights the errors of numbers that are rounded together.
+    """
     if cast := _cast(dtype_name):
         return (lax.bitcast_convert_type(x[..., 0].astype(cast), jnp.uint16),)
     encoder = ENCODERS[dtype_name]
-    return encoder.pack(scales, encoder.quantize(x, scales))
+    if encoder.joint == 1 or importance is None:
+        return encoder.pack(scales, encoder.quantize(x, scales))
+    return encoder.pack(scales, encoder.quantize(x, scales, _lift(importance)))
 
 
 def lies_beyond(
@@ -679,9 +777,10 @@ def lies_beyond(
     """Whether numbers of blocks lie outside the range of their scales, so that they were cut."""
     if _cast(dtype_name):
         return jnp.zeros(x.shape, bool)
-    inverse = scales[-1]
-    steps = _groups(jnp.abs(x - rounded), x.shape[-1] // inverse.shape[-1])
-    beyond = steps * jnp.abs(inverse)[..., None] > 1.001 * ENCODERS[dtype_name].reach
+    inverse, encoder = scales[-1], ENCODERS[dtype_name]
+    far = jnp.abs(x - rounded if encoder.joint == 1 else x)
+    steps = _groups(far, x.shape[-1] // inverse.shape[-1])
+    beyond = steps * jnp.abs(inverse)[..., None] > 1.001 * encoder.reach
     return beyond.reshape(x.shape)
 
 
@@ -690,7 +789,8 @@ def encode_blocks(
     x: Float32[Array, "blocks elements"], dtype_name: str, importance: Importance = None
 ) -> UInt8[Array, "blocks nbytes"]:
     """Makes the bytes of blocks, with the scales that fit best."""
-    fields = quantize_blocks(x, dtype_name, fit_scales(x, dtype_name, importance))
+    scales = fit_scales(x, dtype_name, importance)
+    fields = quantize_blocks(x, dtype_name, scales, importance)
     return join_fields(fields)
 
 

@@ -62,7 +62,7 @@ _IN_QKV = (("attn", "q"), ("attn", "k"))
 _EXACT = ("router", "shared_gate", "conv", "log_rate", "shift")
 # Types that llama-quant.cpp takes for rows that do not fill complete K-blocks.
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-_FALLBACKS |= dict.fromkeys(("IQ4_XS", "Q3_K", "Q2_K"), "IQ4_NL")
+_FALLBACKS |= dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "Q3_K", "Q2_K"), "IQ4_NL")
 
 
 def gets_more_bits(place: int, layers: int) -> bool:

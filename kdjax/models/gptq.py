@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from kdjax.errors import UserError
 from kdjax.formats.blocks import BLOCKS, Scales, decode_fields, encode_fields, fit_rows
+from kdjax.formats.kquants import ENCODERS
 from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import DecoderFunctions, Params, functional
 from kdjax.models.mixture import Mixture
@@ -63,7 +64,7 @@ def round_matrix(
         masters, lost = _round_columns(part, own, dtype, scales) if columns else (part, None)
         rounded = decode_fields(encode_fields(masters, dtype, scales), dtype)
         if lost is None:
-            lost = jax.scipy.linalg.solve_triangular(own.T, (part - rounded).T, lower=True).T
+            lost = _divide_by_upper(part - rounded, own)
         later = jax.lax.dynamic_slice(upper, (start, 0), (size, width))
         later = jnp.where(jnp.arange(width)[None] >= start + size, later, 0.0)
         w = w - jnp.matmul(lost, later, precision=jax.lax.Precision.HIGHEST)
@@ -76,19 +77,31 @@ def round_matrix(
     return masters, scales, rounded
 
 
+def _divide_by_upper(lost: Array, upper: Array) -> Array:
+    """Multiplies what columns lose, `[out, n]`, by the inverse of their part of U, `[n, n]`."""
+    return jax.scipy.linalg.solve_triangular(upper.T, lost.T, lower=True).T
+
+
 def _round_columns(part: Array, upper: Array, dtype: str, scales: Scales) -> tuple[Array, Array]:
-    """A block's numbers just before each column is rounded, and what each column lost / U_jj."""
-    at = jnp.arange(part.shape[1])
+    """A block's numbers just before each column is rounded, and what each column lost / U_jj.
 
-    def step(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        masters, lost = carry
+    Columns that the type rounds together take one step.
+    """
+    (rows, size), joint = part.shape, ENCODERS[dtype].joint if dtype in ENCODERS else 1
+    at = jnp.arange(size)
+
+    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        (masters, lost), j = carry, i * joint
         rounded = decode_fields(encode_fields(masters, dtype, scales), dtype)
-        one = (at == j)[None]
-        error = jnp.sum(jnp.where(one, masters - rounded, 0), axis=1) / upper[j, j]
-        masters = masters - error[:, None] * jnp.where(at > j, upper[j], 0.0)[None]
-        return masters, jnp.where(one, error[:, None], lost)
+        error = jax.lax.dynamic_slice(masters - rounded, (0, j), (rows, joint))
+        own = jax.lax.dynamic_slice(upper, (j, j), (joint, joint))
+        error = error / own if joint == 1 else _divide_by_upper(error, own)
+        later = jax.lax.dynamic_slice(upper, (j, 0), (joint, size))
+        later = jnp.where(at[None] >= j + joint, later, 0.0)
+        masters = masters - jnp.matmul(error, later, precision=jax.lax.Precision.HIGHEST)
+        return masters, jax.lax.dynamic_update_slice(lost, error, (0, j))
 
-    return jax.lax.fori_loop(0, part.shape[1], step, (part, jnp.zeros_like(part)))
+    return jax.lax.fori_loop(0, size // joint, step, (part, jnp.zeros_like(part)))
 
 
 def _cut_layer(model: Model, index: int) -> DecoderFunctions:
