@@ -5,6 +5,7 @@ import functools
 import math
 import re
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh, replicated
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.formats.blocks import encode
+from kdjax.formats.blocks import encode, encode_stored, join_rows
 from kdjax.formats.imatrix import write_importance
 from kdjax.formats.recipes import choose_types
 from kdjax.formats.saved import find_best
@@ -222,6 +223,20 @@ def test_what_lies_beyond_its_scale_is_not_driven_further_out(dtype, rng):
             assert pulled[0, 5] == (0 if slope * value < 0 else slope)
             inside = pulled[1]
             assert np.mean(inside == slope) > 0.95
+
+
+@pytest.mark.parametrize("dtype", cases("IQ3_S", slow=["IQ3_XXS", "IQ2_S"]))
+def test_entries_of_a_grid_are_written_as_the_step_saw_them(dtype, rng):
+    """Of masters that have moved: the compiled step, and the export's parts read by gguf-py."""
+    form = forms.Rounded("", types=((("embed",), (dtype,)),))
+    x = {"embed": jnp.asarray(rng.standard_t(4, (16, 512)), jnp.float32)}
+    kept = jax.jit(form.begin)({}, x)
+    moved = {"embed": x["embed"] + 0.2 * jnp.sin(9 * x["embed"])}
+    seen = jax.jit(form.see)({}, kept, moved)["embed"]
+    scales = jax.device_get(kept["embed"][dtype])
+    raw = join_rows([*map(jnp.asarray, encode_stored(np.asarray(moved["embed"]), dtype, scales))])
+    kind = gguf.GGMLQuantizationType[dtype]
+    np.testing.assert_array_equal(gguf.quants.dequantize(np.asarray(raw), kind), seen)
 
 
 def test_scales_are_fitted_by_an_importance(pair, tmp_path):
