@@ -227,7 +227,7 @@ def test_what_lies_beyond_its_scale_is_not_driven_further_out(dtype, rng):
 
 @pytest.mark.parametrize("dtype", cases("IQ3_S", slow=["IQ3_XXS", "IQ2_S"]))
 def test_entries_of_a_grid_are_written_as_the_step_saw_them(dtype, rng):
-    """Of masters that have moved: the compiled step, and the export's parts read by gguf-py."""
+    """Masters that have moved: the compiled step, and the export's parts read by gguf-py."""
     form = forms.Rounded("", types=((("embed",), (dtype,)),))
     x = {"embed": jnp.asarray(rng.standard_t(4, (16, 512)), jnp.float32)}
     kept = jax.jit(form.begin)({}, x)
