@@ -151,12 +151,12 @@ def joined(
 ) -> Iterator[None]:
     """Joins the processes that an engine started, before JAX asks for devices; once a process.
 
-    "auto" joins if an engine's variables are set; "off" never does. Of its `gpus`
-    the process takes the ones that `Member.choose_gpus` names. If Ray or the caller has initialised
-    JAX, it stays as it is. Called again, processes that joined here watch each other anew. A
-    process that dies ends the others with `PEER_LOST`, at once or, if its host is lost, in 12
-    seconds; one that fails, in `GRACE` seconds. Raises `UserError` if the others do not come within
-    `timeout` seconds.
+    "auto" joins if an engine's variables are set; "off" never does. Of its `gpus` the process takes
+    the ones that `Member.choose_gpus` names. If Ray or the caller has initialised JAX, it stays as
+    it is. Called again, processes that joined here watch each other anew. A process that dies ends
+    the others with `PEER_LOST`, at once or, if its host is lost, in 12 seconds; one that fails, in
+    `GRACE` seconds. Raises `UserError` if the others do not come within `timeout` seconds, or if
+    there is no GPU for the process.
     """
     if distributed not in ("auto", "off"):
         raise UserError(f"found --distributed={distributed}; expected auto or off.")
