@@ -321,6 +321,27 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     assert rows[0] == rows[1]
 
 
+LATE = """
+import time
+
+import jax
+
+from kdjax.device import cluster
+
+cluster.GRACE = 1
+with cluster.joined(timeout=60):
+    time.sleep(4 * (1 - jax.process_index()))
+print("ended")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_done_waits_for_the_first(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    started = tiny.launch(["late"], 2, 1, PYTHONPATH=f"{tmp_path}:{Path.cwd()}")
+    assert [(status, out.splitlines()[-1]) for status, out in end(started)] == [(0, "ended")] * 2
+
+
 @pytest.mark.slow
 def test_processes_that_were_started_otherwise_say_in_what(config, tmp_path):
     last = ["--config.optim.learning_rate=1"]

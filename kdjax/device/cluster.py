@@ -155,8 +155,8 @@ def joined(
     the ones that `Member.choose_gpus` names. If Ray or the caller has initialised JAX, it stays as
     it is. Called again, processes that joined here watch each other anew. A process that dies ends
     the others with `PEER_LOST`, at once or, if its host is lost, in 12 seconds; one that fails, in
-    `GRACE` seconds. Raises `UserError` if the others do not come within `timeout` seconds, or if
-    there is no GPU for the process.
+    `GRACE` seconds. One that is done waits for the others. Raises `UserError` if the others do not
+    come within `timeout` seconds, or if there is no GPU for the process.
     """
     if distributed not in ("auto", "off"):
         raise UserError(f"found --distributed={distributed}; expected auto or off.")
@@ -175,6 +175,7 @@ def joined(
         if not isinstance(error, KdjaxError):
             time.sleep(1)  # a dead peer's collective fails before its end is reported
         raise
+    exchange("end", None)  # the first still writes its report: JAX's exit waits for `GRACE` seconds
     peers.tell(_DONE)
 
 

@@ -88,7 +88,9 @@ for count; do
   killed=$SECONDS status=0
   wait "$launched" || status=$?
   echo "$engine, $count processes: the second was killed; the engine ended with status $status after $((SECONDS - killed)) s"
-  [ "$engine" = ray ] || launch "$engine" "$count" "$run" >>"$run.log" 2>&1 # Ray has started it again by itself
+  status=0
+  [ "$engine" = ray ] || launch "$engine" "$count" "$run" >>"$run.log" 2>&1 || status=$? # Ray has started it by itself
+  [ $status = 0 ] || { tail -n 60 "$run.log" && exit $status; }
   "$python" - "$folder/alone" "$run" <<'PY'
 import sys
 from pathlib import Path
