@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, UInt8
 
-from kdjax.formats.codebooks import IQ4, MXFP4
+from kdjax.formats.codebooks import IQ4, MXFP4, look_up
 from kdjax.formats.grids import GRIDS, find_nearest, guess
 
 _HALF_MAX, _HALF_NORMAL = 65504.0, 2.0**-14
@@ -42,6 +42,14 @@ _LEAST = 1e-37
 # Of blocks: words uint16 [...], integers and inverses [..., groups]; the inverses come last.
 Scales = tuple[Array, ...]
 Importance = Float[Array, "... elements"] | None
+
+
+class Joint(NamedTuple):
+    """Numbers that a type rounds together, to an entry of a grid."""
+
+    size: int
+    # From such numbers `[..., size]` and the inverse of their scale `[..., 1]` to rounded ones.
+    round: Callable[[Array, Array], Array]
 
 
 class Encoder(NamedTuple):
@@ -57,8 +65,7 @@ class Encoder(NamedTuple):
     reach: float = 0.5
     # Whether an importance changes its scales; others come from the largest value alone.
     weighed: bool = True
-    # Numbers that are rounded together, to an entry of a grid; `reach` then counts from 0.
-    joint: int = 1
+    joint: Joint | None = None  # of a type with a grid; `reach` then counts from 0
 
 
 def _divide(a: Array, b: Array) -> Array:
@@ -634,14 +641,24 @@ def _gridded(
         q = jnp.clip(jnp.rint((_divide(scale, least) - 1) / 2), 0, 15)
         return d, q.astype(jnp.uint8), _inverse(least * (2 * q + 1))
 
-    def quantize(x: Array, scales: Scales, importance: Importance = None) -> tuple[Array, Array]:
-        inverse = jnp.where(scales[-1] < 1 / _LEAST, scales[-1], 0)
+    def find(x: Array, inverse: Array, importance: Importance) -> tuple[Array, Array]:
+        inverse = jnp.where(inverse < 1 / _LEAST, inverse, 0)
         signs = _signs(x, even, importance)
-        sizes = _flat(_groups(x * signs, k) * inverse[..., None])
-        return find_nearest(sizes, name, importance), _top_bits((signs < 0).astype(jnp.uint8), 0)
+        sizes = _flat(_groups(x * signs, x.shape[-1] // inverse.shape[-1]) * inverse[..., None])
+        return find_nearest(sizes, name, importance), signs
 
-    most = _HALF_MAX * 31 * unit * grid.top
-    return Encoder(fit, quantize, pack, most, grid.top + half, joint=8 if even else grid.size)
+    def quantize(x: Array, scales: Scales, importance: Importance = None) -> tuple[Array, Array]:
+        index, signs = find(x, scales[-1], importance)
+        return index, _top_bits((signs < 0).astype(jnp.uint8), 0)
+
+    def round_joint(x: Array, inverse: Array) -> Array:
+        index, signs = find(x, inverse, None)
+        return look_up(grid.entries, index).reshape(x.shape) * signs * _inverse(inverse)
+
+    joint = Joint(8 if even else grid.size, round_joint)
+    return Encoder(
+        fit, quantize, pack, _HALF_MAX * 31 * unit * grid.top, grid.top + half, joint=joint
+    )
 
 
 def _pack_iq3_s(scales: Scales, found: tuple[Array, Array]) -> tuple[Array, ...]:
@@ -763,7 +780,7 @@ def quantize_blocks(
     if cast := _cast(dtype_name):
         return (lax.bitcast_convert_type(x[..., 0].astype(cast), jnp.uint16),)
     encoder = ENCODERS[dtype_name]
-    if encoder.joint == 1 or importance is None:
+    if encoder.joint is None or importance is None:
         return encoder.pack(scales, encoder.quantize(x, scales))
     return encoder.pack(scales, encoder.quantize(x, scales, _lift(importance)))
 
@@ -778,7 +795,7 @@ def lies_beyond(
     if _cast(dtype_name):
         return jnp.zeros(x.shape, bool)
     inverse, encoder = scales[-1], ENCODERS[dtype_name]
-    far = jnp.abs(x - rounded if encoder.joint == 1 else x)
+    far = jnp.abs(x - rounded if encoder.joint is None else x)
     steps = _groups(far, x.shape[-1] // inverse.shape[-1])
     beyond = steps * jnp.abs(inverse)[..., None] > 1.001 * encoder.reach
     return beyond.reshape(x.shape)

@@ -87,13 +87,21 @@ def _round_columns(part: Array, upper: Array, dtype: str, scales: Scales) -> tup
 
     Columns that the type rounds together take one step.
     """
-    (rows, size), joint = part.shape, ENCODERS[dtype].joint if dtype in ENCODERS else 1
-    at = jnp.arange(size)
+    (rows, size), encoder = part.shape, ENCODERS.get(dtype)
+    together = encoder.joint if encoder else None
+    joint, at = together.size if together else 1, jnp.arange(size)
+
+    def round_at(masters: Array, j: Array) -> Array:
+        if together is None:
+            rounded = decode_fields(encode_fields(masters, dtype, scales), dtype)
+            return jax.lax.dynamic_slice(rounded, (0, j), (rows, joint))
+        inverse = scales[-1].reshape(rows, -1)  # of the groups of the block
+        own = jax.lax.dynamic_slice(inverse, (0, j * inverse.shape[1] // size), (rows, 1))
+        return together.round(jax.lax.dynamic_slice(masters, (0, j), (rows, joint)), own)
 
     def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         (masters, lost), j = carry, i * joint
-        rounded = decode_fields(encode_fields(masters, dtype, scales), dtype)
-        error = jax.lax.dynamic_slice(masters - rounded, (0, j), (rows, joint))
+        error = jax.lax.dynamic_slice(masters, (0, j), (rows, joint)) - round_at(masters, j)
         own = jax.lax.dynamic_slice(upper, (j, j), (joint, joint))
         error = error / own if joint == 1 else _divide_by_upper(error, own)
         later = jax.lax.dynamic_slice(upper, (j, 0), (joint, size))
