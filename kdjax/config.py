@@ -85,7 +85,7 @@ class DSparkConfig:
 
     layers: int = 2  # layers of the head
     slots: int = 7  # tokens that a pass of the head drafts
-    rank: int = 256  # rank of the bias by the token before
+    rank: int = 256  # rank of the bias by the token before; 0: none, a DFlash head
     decay: float = 4.0  # a slot's loss weighs exp(-k / decay), k slots after the first
     confidence: float = 1.0  # weight of the loss of a draft's predicted acceptance; 0: none
 
@@ -612,7 +612,7 @@ _RULES: dict[str, _Rule] = {
     ),
     "student.dspark.layers": _POSITIVE,
     "student.dspark.slots": ((lambda v: 1 <= v <= 64), "between 1 and 64"),
-    "student.dspark.rank": _POSITIVE,
+    "student.dspark.rank": _NON_NEGATIVE,
     "student.dspark.decay": _POSITIVE,
     "student.dspark.confidence": _NON_NEGATIVE,
     "student.later_drafts": (
@@ -761,6 +761,12 @@ CONFLICTS = (
         0,
         {"student.block": DSPARK, "loss.alpha": 1},
         "the teacher says which drafts it accepts, and alpha=1 leaves it out",
+    ),
+    Conflict(
+        "student.dspark.confidence",
+        0,
+        {"student.block": DSPARK, "student.dspark.rank": 0},
+        "a head without a bias (DFlash) predicts no acceptance",
     ),
     Conflict("student.block", _SET, {"student.later_drafts": _SET}, "a block drafts them"),
     Conflict(

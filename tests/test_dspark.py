@@ -59,14 +59,18 @@ def model(path):
 
 @pytest.fixture(scope="module")
 def head(model):
-    """A head whose bias is that of random numbers; its norms are no ones."""
-    made = make_head(model, seed=1, layers=2, slots=SLOTS, rank=RANK)
+    return unsettle(make_head(model, seed=1, layers=2, slots=SLOTS, rank=RANK))
+
+
+def unsettle(made):
+    """The head with random numbers for a bias of zeros, and for norms of ones."""
     draw = np.random.default_rng(0)
     flat: dict[tuple[str, ...], Any] = flatten_dict(made.params["dspark"])
     for key, x in flat.items():
         if any("norm" in part for part in key):
             flat[key] = jnp.asarray(draw.uniform(0.5, 1.5, x.shape), jnp.float32)
-    flat["bias",] = jnp.asarray(0.2 * draw.normal(size=flat["bias",].shape), jnp.float32)
+    if ("bias",) in flat:
+        flat["bias",] = jnp.asarray(0.2 * draw.normal(size=flat["bias",].shape), jnp.float32)
     return made.replace(params={**made.params, "dspark": unflatten_dict(flat)})
 
 
@@ -99,11 +103,10 @@ def read_taps(model, head, tokens):
     return np.concatenate(taps, axis=-1).astype(np.float64), np.asarray(hidden, np.float64)[0]
 
 
-def run_block(model, head, taps, anchor, known, slots=SLOTS):
-    """Logits `[slots, V]` of a block in NumPy, and its confidence `[slots]`, a logit.
+def run_slots(model, head, taps, anchor, slots):
+    """States `[slots, D]` of a block in NumPy; the head's numbers and the target's embedding.
 
-    `taps` are of the text before its anchor token. `known` are the tokens before each slot's
-    prediction, the anchor's own first.
+    `taps` are of the text before the anchor, which is a token.
     """
     flat: dict[tuple[str, ...], Any] = flatten_dict(head.params["dspark"])
     w = {"/".join(k).removesuffix("/weight"): np.asarray(x, np.float64) for k, x in flat.items()}
@@ -135,8 +138,17 @@ def run_block(model, head, taps, anchor, known, slots=SLOTS):
         y = norm(x, own["mlp_norm"])
         gate = y @ own["mlp/gate"].T
         x = x + (gate / (1 + np.exp(-gate)) * (y @ own["mlp/up"].T)) @ own["mlp/down"].T
-    states, before = norm(x, w["norm"]), w["markov"][known]
-    logits = states @ embed[: model.real_vocab].T + before @ w["bias"][: model.real_vocab].T
+    return norm(x, w["norm"]), w, embed[: model.real_vocab]
+
+
+def run_block(model, head, taps, anchor, known):
+    """Logits `[SLOTS, V]` of a block in NumPy, and its confidence `[SLOTS]`, a logit.
+
+    `known` are the tokens before each slot's prediction, the anchor's own first.
+    """
+    states, w, embed = run_slots(model, head, taps, anchor, SLOTS)
+    before = w["markov"][known]
+    logits = states @ embed.T + before @ w["bias"][: model.real_vocab].T
     joined = np.concatenate([states, before], axis=-1)
     return logits, (joined @ w["confidence"].T + w["confidence/bias"])[:, 0]
 
@@ -257,9 +269,14 @@ def test_the_step_minimises_the_loss_of_its_blocks(model, head):
         return sum_losses(model, whole, texts, first, weights, accepted) / count
 
     assert metrics.means()["loss"] == pytest.approx(value(began), abs=1e-5)
-    moved: dict[tuple[str, ...], Any] = flatten_dict(state.params)
+    parts = "fc", "blocks", "markov", "bias", "norm", "confidence"
+    check_gradient(value, began, flatten_dict(state.params), parts)
+
+
+def check_gradient(value, began, moved, parts):
+    """A step of size 1 has moved each part of a head by the slope of `value`."""
     draw = np.random.default_rng(0)
-    for part in ("fc", "blocks", "markov", "bias", "norm", "confidence"):
+    for part in parts:
         way = {key: draw.normal(size=x.shape) * (key[1] == part) for key, x in began.items()}
         ends = (
             {key: np.asarray(x, np.float64) + far * way[key] for key, x in began.items()}
@@ -309,26 +326,28 @@ def test_another_teacher_than_the_target_is_refused(path, model, head):
         compile_step(kdjax.load(path, dtype="float32"), head)
 
 
-def draft_by_hand(model, head, prompt, count, least=0.0):
-    """Greedy rounds over whole texts, read anew each time: the text, passes, accepted drafts.
+def draft_slots(model, head, taps, anchor, least):
+    """Drafts of a block, up to the first of less confidence than `least`."""
+    known: list[int] = [anchor]
+    for slot in range(SLOTS):
+        filled = known + [0] * (SLOTS - len(known))
+        logits, confidence = run_block(model, head, taps, anchor, filled)
+        if 1 / (1 + np.exp(-confidence[slot])) < least:
+            break
+        known.append(int(logits[slot].argmax()))
+    return known[1:]
 
-    A round's drafts end before one of less confidence than `least`.
-    """
+
+def draft_by_hand(model, head, prompt, count, least=0.0, draft=draft_slots):
+    """Greedy rounds over whole texts, read anew each time: the text, passes, accepted drafts."""
     ids, passes, kept = list(prompt), 0, 0
     embed = np.asarray(model.params["embed"], np.float64)[: model.real_vocab]
     while len(ids) < len(prompt) + count:
         taps, _ = read_taps(model, head, ids)
-        known: list[int] = [ids[-1]]
-        for slot in range(SLOTS):
-            filled = known + [0] * (SLOTS - len(known))
-            logits, confidence = run_block(model, head, taps[:-1], ids[-1], filled)
-            if 1 / (1 + np.exp(-confidence[slot])) < least:
-                break
-            known.append(int(logits[slot].argmax()))
-        drafted = ids + known[1:]
+        drafted = ids + draft(model, head, taps[:-1], ids[-1], least)
         told = (read_taps(model, head, drafted)[1][: len(drafted)] @ embed.T).argmax(-1)
         told = told.tolist()[len(ids) - 1 :]
-        same = [a == b for a, b in zip(known[1:], told, strict=False)]
+        same = [a == b for a, b in zip(drafted[len(ids) :], told, strict=False)]
         accepted = [*same, False].index(False)
         passes, kept = passes + 1, kept + accepted
         ids += told[: accepted + 1]

@@ -1,4 +1,4 @@
-"""Runs that train a head that drafts (DSpark): resumed bit for bit, as a command, its file used."""
+"""Runs that train a head that drafts: resumed bit for bit, as a command, its file used."""
 
 import re
 
@@ -27,9 +27,9 @@ def served(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def run(models, tmp_path_factory, served):
-    """A finished run: its config, workdir, job and recorder."""
+@pytest.fixture(scope="module", params=[8], ids=["dspark"])
+def run(models, tmp_path_factory, served, request):
+    """A finished run: its config, workdir, job and recorder. The parameter is the bias's rank."""
     folder = tmp_path_factory.mktemp("head")
     config = make_tiny_config(models, folder)
     config.teacher.path, config.student.path, config.student.block = SELF, str(served), DSPARK
@@ -37,11 +37,13 @@ def run(models, tmp_path_factory, served):
     config.loss.divergence, config.loss.temperature = "total_variation", 1.0
     config.loss.alpha, config.optim.learning_rate = 0.1, 3e-3
     config.train.steps, config.eval.every, config.checkpoint.every = 4, 0, 0
-    config.student.dspark.layers, config.student.dspark.rank = 1, 8
+    config.student.dspark.layers, config.student.dspark.rank = 1, request.param
+    config.student.dspark.confidence = float(request.param > 0)
     return finish(config, folder)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("run", [8, 0], ids=["dspark", "dflash"], indirect=True)
 def test_a_run_resumes_bit_for_bit_and_saves_the_head_alone(run, tmp_path):
     figures = assert_goes_on(run, tmp_path / "parts", stop_at=2)
     assert figures[1]["acceptance"] > figures[0]["acceptance"]
@@ -54,26 +56,27 @@ def test_devices_that_share_weights_train_alike(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys):
+@pytest.mark.parametrize(("kind", "rank", "slots"), [("dspark", 8, 2), ("dflash", 0, 3)])
+def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, rank, slots):
     """The other commands take its file."""
     text = tmp_path / "text"
     text.mkdir()
     for i in range(40):
         (text / f"{i}.py").write_text(f"def f{i}(x):\n    return x * {i}\n" * 8)
     out = tmp_path / "o.gguf"
-    how = [str(served), "--kind=dspark", f"--data={text}", "--seq-len=32", "--steps=8"]
+    how = [str(served), f"--kind={kind}", f"--data={text}", "--seq-len=32", "--steps=8"]
     how += ["--learning-rate=3e-3", f"--out={out}", "--rows=2", "--max-tokens=12"]
     how += [f"--config.data.cache_dir={tmp_path}/rows", "--config.eval.every=0"]
-    how += ["--config.student.dspark.layers=1", "--config.student.dspark.rank=8"]
+    how += ["--config.student.dspark.layers=1", f"--config.student.dspark.rank={rank}"]
     how += ["--config.student.dspark.slots=2"]
     assert draft.main(how) == 0
     said = capsys.readouterr().out
     shares = said.partition("T = 1: ")[2].split()
     assert float(shares[2]) > float(shares[0])
     assert re.search(r"\n  greedily: [0-2]\.\d\d accepted a pass, \d\.\d\d times", said)
-    assert f"-md {out} --spec-type draft-dspark --spec-draft-n-max " in said
+    assert f"-md {out} --spec-type draft-{kind} --spec-draft-n-max " in said
     table = open_table(out)
-    assert table.info("fc.weight").dtype == "F16" and table.metadata["dflash.block_size"] == 2
+    assert table.info("fc.weight").dtype == "F16" and table.metadata["dflash.block_size"] == slots
     assert any("tensors changed" in line for line in verify(tmp_path / "o.run"))
     with_head = [f"--draft={out}", "--max-tokens=12"]
     assert generate.main([str(served), "--prompt=def f", *with_head]) == 0
@@ -89,6 +92,8 @@ def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys):
         (["--draft=s.gguf"], "--draft has no meaning with --kind=dspark"),
         (["--type=q8_0"], "found --type=q8_0; expected one of F32, F16, BF16"),
         ([], "found a qwen2 model; expected one of qwen3"),
+        (["--kind=dflash", "--new"], "--new has no meaning with --kind=dflash"),
+        (["--kind=dflash"], "found a qwen2 model; expected one of qwen3"),
     ],
 )
 def test_what_a_head_cannot_have_is_refused_in_one_line(models, tmp_path, capsys, flags, message):

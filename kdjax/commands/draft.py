@@ -10,14 +10,16 @@ the draft is trained on its answers, or on the text of --data, towards what MODE
 variation, which is the share of its drafts that the model rejects. The layers stay as they are, bit
 for bit. (Rates of delta layers are stored as logarithms; they stay so if they were bfloat16, as in
 published models, else they may change in the last bit.) For a model without a block --new begins
-one. --kind=dspark trains a head that reads inner states of MODEL and drafts several tokens in one
-pass, for llama.cpp's draft-dspark. --kind=small trains a small model of the same vocabulary.
+one. --kind=dspark or dflash trains a head that reads inner states of MODEL and drafts several
+tokens in one pass, for llama.cpp's draft-dspark or draft-dflash. --kind=small trains a small model
+of the same vocabulary.
 
 The parts: answers, training, export, proof. Each is stored next to --out, and the same command goes
 on from there. The training is a run of `kdjax train`: --config.FIELD=VALUE sets any other field.
 """
 
 import argparse
+import dataclasses
 import os
 import shlex
 import shutil
@@ -51,12 +53,13 @@ from kdjax.export import export_gguf
 from kdjax.export.formats import GGUF_TYPES
 from kdjax.export.heads import HEAD_TYPES, export_head
 from kdjax.export.staging import check_target, stage
+from kdjax.formats import open_table
 from kdjax.formats.blocks import ENCODED
 from kdjax.formats.files import make_place
 from kdjax.formats.saved import read_receipt
 from kdjax.models.checkpoint import Checkpoint, ModelArgument, open_checkpoint, open_step
 from kdjax.models.drafts import check_same_ids, warn_if_refused, why_refused
-from kdjax.models.dspark_files import check_tapped, load_saved_head
+from kdjax.models.dspark_files import check_tapped, load_saved_head, read_shape
 from kdjax.models.nextn import find_block, pack_block, take_block
 from kdjax.training.inputs import prepare
 
@@ -110,8 +113,11 @@ class _Block:
         ]
 
 
+@dataclasses.dataclass(frozen=True)
 class _Head:
-    """A DSpark head, which reads inner states of MODEL."""
+    """A head that reads inner states of MODEL, DSpark's or DFlash's."""
+
+    fields: Mapping[str, Any]  # of `student.dspark`, other than by default
 
     rate: ClassVar[float] = 6e-4
     types: ClassVar[Sequence[str]] = HEAD_TYPES
@@ -121,7 +127,7 @@ class _Head:
         """Raises `UserError` for flags that this kind does not take."""
         for flag, name in ((args.draft, "--draft"), (args.new, "--new")):
             if flag:
-                raise UserError(f"{name} has no meaning with --kind=dspark: leave it out.")
+                raise UserError(f"{name} has no meaning with --kind={args.kind}: leave it out.")
 
     def check_models(self, args: argparse.Namespace) -> None:
         """Raises `UserError` for models that this kind does not take."""
@@ -132,6 +138,7 @@ class _Head:
         """Sets what trains, and how."""
         config.teacher.path, config.student.path = SELF, _served(args)
         config.student.block = DSPARK
+        config.student.dspark = dataclasses.replace(config.student.dspark, **self.fields)
         config.loss.divergence, config.loss.alpha = "total_variation", 0.1
         config.optim.final_learning_rate = args.learning_rate / 10
 
@@ -147,7 +154,8 @@ class _Head:
 
     def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
         """Commands that use the file."""
-        return _list_paired(args, "draft-dspark", drafts)
+        shape = read_shape(open_table(args.out), open_checkpoint(_served(args)).spec)
+        return _list_paired(args, f"draft-{shape.kind}", drafts)
 
 
 class _Small:
@@ -204,7 +212,12 @@ def _list_paired(args: argparse.Namespace, kind: str, drafts: int) -> list[str]:
     ]
 
 
-_KINDS = {"mtp": _Block(), "dspark": _Head(), "small": _Small()}
+_KINDS = {
+    "mtp": _Block(),
+    "dspark": _Head({}),
+    "dflash": _Head({"rank": 0, "confidence": 0.0}),
+    "small": _Small(),
+}
 
 
 def _served(args: argparse.Namespace) -> str:
@@ -220,8 +233,8 @@ def _parser() -> Parser:
     parser = Parser("draft", __doc__, *ENDS)
     add = parser.add_argument
     add("model", metavar="MODEL", help="the served file, with @FORM (default: @packed)")
-    text = "mtp: the block of MODEL's own file; dspark: a head that reads its inner states; small: "
-    text += "a separate model, of --draft"
+    text = "mtp: the block of MODEL's own file; dspark, dflash: a head that reads its inner "
+    text += "states; small: a separate model, of --draft"
     add("--kind", choices=_KINDS, default="mtp", help=text)
     add("--draft", default="", metavar="FILE", help="with --kind=small: the model to train")
     read = parser.add_mutually_exclusive_group()
@@ -238,9 +251,9 @@ def _parser() -> Parser:
     add("--steps", type=int, default=1000, help="optimizer steps (%(default)s)")
     add("--batch-size", type=int, default=8, help="rows a step (%(default)s)")
     add("--seq-len", type=int, default=512, help="positions a row (%(default)s)")
-    text = "at its peak; default: 3e-4 for mtp, 6e-4 for dspark, 2e-5 for small"
+    text = "at its peak; default: 3e-4 for mtp, 6e-4 for a head, 2e-5 for small"
     add("--learning-rate", type=float, help=text)
-    text = "block type of the draft's matrices; default: f16 for dspark, else q8_0"
+    text = "block type of the draft's matrices; default: f16 for a head, else q8_0"
     add("--type", help=text)
     add("--new", action="store_true", help="begin a new block, drawn by --seed")
     add("--seed", type=int, default=0, help="of the order of rows, and of a new block")

@@ -85,7 +85,7 @@ def parser() -> Parser:
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
     draft = "measure instead the target as a draft for --teacher: --rows prompts of --data, "
     draft += "which the teacher continues; own: its drafting block as a draft for the target; a "
-    draft += "GGUF file: a DSpark head for it"
+    draft += "GGUF file: a DSpark or DFlash head for it"
     add("--draft", nargs="?", const=OTHER, default="", metavar="WHAT", help=draft)
     ratio = "a pass of the draft, in passes of the teacher; default: measured here, on one row"
     add("--cost-ratio", type=float, metavar="C", help=ratio)

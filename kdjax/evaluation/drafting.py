@@ -90,7 +90,7 @@ def find_own(draft: str, served: Checkpoint) -> OwnDraft | None:
 def open_head(path: Path, served: Checkpoint) -> OwnDraft:
     """A file's head as what drafts for a model; raises `UserError` for a head of another one."""
     shape = read_shape(open_table(path), served.spec)
-    return OwnDraft(functools.partial(load_head, path), shape.block)
+    return OwnDraft(functools.partial(load_head, path), shape.drafts)
 
 
 def count_blocks(chances: np.ndarray, lengths: np.ndarray, drafts: int) -> tuple[float, float]:
@@ -301,7 +301,7 @@ def time_block(model: Model) -> float:
     functions = model.functions
     assert isinstance(functions, DSparkFunctions)
     writer, params = model.as_writer("draft"), (model.params, model.params)
-    pair = HeadWriter.of(writer, writer, params, functions.shape.block)
+    pair = HeadWriter.of(writer, writer, params, functions.shape.drafts)
     assert isinstance(pair, HeadWriter)
     return _time(time_drafts(pair, model.params, pad_length(1), _PASSES), model)
 

@@ -1,4 +1,4 @@
-"""Writes a draft head (`models.dspark`) as the GGUF file of llama.cpp's `draft-dspark`."""
+"""Writes a head that drafts (`models.dspark`) as a GGUF file, for llama.cpp."""
 
 import os
 from pathlib import Path

@@ -1,23 +1,25 @@
-"""DSpark: a head that drafts a block of tokens in one pass, from inner states of its target.
+"""DSpark and DFlash: heads that draft a block of tokens in a pass, from inner states of a target.
 
 The target's states at a few layers (taps) become keys and values of the head's own layers; no token
 of the text is embedded again. A block begins at its anchor, the last token that is known, which the
 target has not read yet. The block holds embeddings of the anchor and of mask tokens; it sees
-the text before the anchor and all of itself. Slot k predicts the token k + 1 places after the
-anchor. The states go into the target's own head, and a low-rank bias by the token before (Markov
-head) is added to the logits: it is what lets a later slot know which token an earlier one drew.
+the text before the anchor and all of itself. Slot k of DSpark predicts the token k + 1 places after
+the anchor. The states go into the target's own head, and a low-rank bias by the token before
+(Markov head) is added to the logits: it is what lets a later slot know which token an earlier one
+drew. DFlash is the same head of rank 0, without the bias: its slot k predicts the token in its own
+place, k places after the anchor, so that a block drafts one token fewer than it has slots.
 
-The files of llama.cpp's `draft-dspark`:
+The files of llama.cpp's `draft-dspark` and `draft-dflash`:
 
-- `general.architecture` is `dflash`; DFlash is the same head without the bias, whose slot k
-  predicts the token k places after the anchor.
+- `general.architecture` is `dflash`. A head with `markov_w1` is DSpark's, a head without DFlash's.
 - `dflash.target_layers`: layers of the target whose inputs are read. An id that is the number of
   layers is the state after the last one, before the final norm.
 - `dflash.block_size` slots, the anchor's included. A server that drafts fewer runs fewer slots.
-- `dflash.sample_from_anchor` true: slot 0 predicts. `tokenizer.ggml.mask_token_id`: the token of
-  other slots.
+- `dflash.sample_from_anchor` true: slot 0 of DSpark predicts. `tokenizer.ggml.mask_token_id`: the
+  token of other slots.
 - `conf_proj` [1, D + r] and its bias: the logit that a slot's draft is accepted. A server drafts up
-  to the first slot below `--spec-draft-p-min`. `dflash.has_confidence_head` false: it must be 0.
+  to the first slot below `--spec-draft-p-min`. `dflash.has_confidence_head` false: it must be 0. No
+  tensor of DFlash: there a server compares the draft's own probability, among its ten best ids.
 - A target of M-RoPE (qwen35) needs `dflash.rope.dimension_sections` [rotated / 2, 0, 0, 0].
 - `fc` joins the taps, `enc.output_norm` follows it; the layers are Qwen3's (normed queries and
   keys, rotation of halves); norms are plain factors. `markov_w1` [V, r] has the embeddings of the
@@ -70,16 +72,31 @@ class DSparkShape:
 
     spec: ArchSpec  # of the head's own layers; the target's vocabulary and width
     taps: tuple[int, ...]  # layers of the target whose inputs it reads
-    block: int  # slots
-    rank: int  # of the bias by the token before
+    drafts: int  # tokens that a pass drafts
+    rank: int  # of the bias by the token before; 0: none (DFlash)
     mask: int  # id of the token of all slots but the first
     confident: bool = True  # whether it says how probable it is that a slot's draft is accepted
+
+    @property
+    def kind(self) -> str:
+        """Its name in llama.cpp, which runs it as `draft-NAME`."""
+        return "dspark" if self.rank else "dflash"
+
+    @property
+    def lead(self) -> int:
+        """Slots of a block before the first that predicts: the anchor's, of DFlash."""
+        return 0 if self.rank else 1
+
+    @property
+    def block(self) -> int:
+        """Slots of a block, the anchor's included."""
+        return self.lead + self.drafts
 
     @property
     def sizes(self) -> "HeadSizes":
         """The sizes that were chosen."""
         layers = self.spec.num_layers
-        return HeadSizes(layers, self.block, self.rank, self.mask, self.taps, self.confident)
+        return HeadSizes(layers, self.drafts, self.rank, self.mask, self.taps, self.confident)
 
     def list_states(self) -> list[str]:
         """Names of the taps, for `states.hidden_and_states`."""
@@ -100,8 +117,8 @@ class HeadSizes(NamedTuple):
     """Sizes that are chosen of a new head; its heads and widths are its target's."""
 
     layers: int
-    slots: int
-    rank: int
+    slots: int  # that predict
+    rank: int  # 0: DFlash
     mask: int  # an id
     taps: tuple[int, ...]  # (): evenly spread
     confident: bool = True
@@ -143,12 +160,12 @@ class DSpark(nnx.Module):
         self.fc = Linear(len(shape.taps) * width, width, False, dtype, rngs)
         self.fc_norm, self.norm = norm(), norm()
         self.blocks = nnx.split_rngs(splits=spec.num_layers)(nnx.vmap(layer))(rngs)
-        # As speculators draws them, but the bias begins at zero.
-        self.markov = nnx.Param(jax.random.normal(rngs.params(), table, dtype))
-        self.bias = nnx.Param(jnp.zeros(table, dtype))
+        if shape.rank:  # as speculators draws them, but the bias begins at zero
+            self.markov = nnx.Param(jax.random.normal(rngs.params(), table, dtype))
+            self.bias = nnx.Param(jnp.zeros(table, dtype))
         if shape.confident:
             self.confidence = Linear(width + shape.rank, 1, True, dtype, rngs)
-        self.spec = spec
+        self.spec, self.rank = spec, shape.rank
 
     def _angles(self, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
         inverse, factor = rope_frequencies(self.spec.rope, self.spec.head_dim)
@@ -194,6 +211,15 @@ class DSpark(nnx.Module):
             x, _ = block(x, turn, mix(number), recall)
         return self.norm(x)
 
+    def add_before(
+        self, states: Float[Array, "*B D"], before: Int[Array, "*B"]
+    ) -> Float[Array, "*B DR"]:
+        """States with the columns of the bias, which the token before each chooses."""
+        if not self.rank:
+            return states
+        columns = self.markov[...][before].astype(states.dtype)
+        return jnp.concatenate([states, columns], axis=-1)
+
 
 @dataclasses.dataclass(frozen=True)
 class DSparkFunctions(DecoderFunctions):
@@ -233,9 +259,11 @@ class DSparkFunctions(DecoderFunctions):
         """Hidden states of the target, and states of blocks that lie side by side.
 
         `anchors` are the places where each place's block begins. The state at place t predicts the
-        token after t, as every model's does, from the target's states before the anchor of t's
-        block, the anchor's token, and, in the bias, token t. Slots whose anchor is below 0 belong
-        to no block: they mean nothing. The target gets no gradient.
+        token after t, as every model's does, from the target's states before the anchor of its
+        block, the anchor's token, and, in the bias, token t. A slot that predicts the token in its
+        own place (DFlash) makes the state of the place before, so that one place a block has no
+        state. Slots whose anchor is below 0 belong to no block: they mean nothing. The target gets
+        no gradient.
         """
         columns = tokens, segment_ids, positions
         hidden, text = self._read_text(params, *columns)
@@ -276,9 +304,8 @@ class DSparkFunctions(DecoderFunctions):
 
             return attend
 
-        states = head.run(x, slots, mix)
-        before = head.markov[...][tokens].astype(states.dtype)
-        return jnp.concatenate([states, before], axis=-1)
+        states = jnp.roll(head.run(x, slots, mix), -self.shape.lead, axis=1)
+        return head.add_before(states, tokens)
 
     def judge_slots(
         self, params: Params, states: Float[Array, "*B DR"]
@@ -294,8 +321,9 @@ class DSparkFunctions(DecoderFunctions):
     ) -> Float[Array, "B N T DR"]:
         """States of the target, then of each slot of a block; N is 1 + `drafts`.
 
-        Slot n at a token belongs to the block whose anchor lies n tokens before; the target's
-        states have zeros in place of the bias. See `DraftFunctions.draft_runs`.
+        Draft n at a token belongs to the block whose anchor lies n tokens before; the target's
+        states have zeros in place of the bias. See `DraftFunctions.draft_runs`. Without a bias a
+        row's last place has no drafts: its numbers mean nothing.
         """
         columns, (rows, length) = (tokens, segment_ids, positions), tokens.shape
         layers, text = self._read_text(params, *columns)
@@ -329,6 +357,8 @@ class DSparkFunctions(DecoderFunctions):
         """The target's unembedding, and in more columns the rows of the bias."""
         target = super().merge({name: x for name, x in params.items() if name != HEAD})
         unembedding = target.head_weight()
+        if not self.shape.rank:
+            return unembedding
         bias = gather_shards(params[HEAD]["bias"]).astype(unembedding.dtype)
         return jnp.concatenate([unembedding, bias[: len(unembedding)]], axis=1)
 
@@ -338,8 +368,10 @@ class DSparkFunctions(DecoderFunctions):
 
     def head_parts(self, params: Params) -> list[tuple[Params, int]]:
         """See `DecoderFunctions.head_parts`: the bias is part of it."""
-        bias = {HEAD: {"bias": params[HEAD]["bias"]}}
-        return [*super().head_parts(params), (bias, self.shape.rank)]
+        parts = super().head_parts(params)
+        if self.shape.rank:
+            parts.append(({HEAD: {"bias": params[HEAD]["bias"]}}, self.shape.rank))
+        return parts
 
 
 def place_anchors(first: Int[Array, " B"], length: int, block: int) -> Int[Array, "B T"]:

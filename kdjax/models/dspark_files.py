@@ -1,5 +1,6 @@
 """Heads that draft (`models.dspark`): drawn, read from llama.cpp's files, attached to a target."""
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -52,6 +53,11 @@ _OTHERS = {
     "selector_hidden.weight": "DFlash2",
     "blk.0.attn_sinks.weight": "attention sinks",
 }
+# Key-values of such files, likewise.
+_OTHER_KEYS = {
+    "attention.sliding_window": "a sliding window",
+    "attention.causal": "causal attention within a block",
+}
 
 
 class HeadTensor(NamedTuple):
@@ -84,15 +90,16 @@ def make_head(
     taps: tuple[int, ...] = (),
     confident: bool = True,
 ) -> Model:
-    """A new DSpark head for a model, drawn by `seed`, as a model that drafts for it.
+    """A new DSpark or DFlash head for a model, drawn by `seed`, as a model that drafts for it.
 
     It has its own `layers`, drafts `slots` tokens a pass, adds a bias of this `rank` by the token
     before, and reads the inputs of the layers `taps`, by default 5 of them, evenly spread. If it is
-    `confident`, it says how probable it is that a draft is accepted (`draft_p_min`). Its parameters
-    are the model's arrays and the head's float32 numbers. It trains (`make_step(head,
-    model, loss, tx)` moves the head alone), it drafts (`model.generate(prompts, draft=head)`), and
-    `export_head` writes it for llama.cpp's `draft-dspark`. Raises `UserError` for a model that such
-    a head cannot draft for.
+    `confident`, it says how probable it is that a draft is accepted (`draft_p_min`). With rank 0 it
+    is a DFlash head, which has neither bias nor confidence. Its parameters are the model's arrays
+    and the head's float32 numbers. It trains (`make_step(head, model, loss, tx)` moves the head
+    alone), it drafts (`model.generate(prompts, draft=head)`), and `export_head` writes it for
+    llama.cpp's `draft-dspark` or `draft-dflash`. Raises `UserError` for a model that such a head
+    cannot draft for.
 
         model = kdjax.load("model-q4_k_m.gguf", weights="packed")
         head = kdjax.make_head(model)
@@ -101,7 +108,8 @@ def make_head(
         raise UserError(f"{model.name}: found a custom module; expected a model of kdjax.load.")
     check_tapped(model.spec, model.name)
     mask = choose_mask(model.tokenizer)
-    shape = HeadSizes(layers, slots, rank, mask, taps, confident).shape(model.spec)
+    sizes = HeadSizes(layers, slots, rank, mask, taps, confident and rank > 0)
+    shape = sizes.shape(model.spec)
     _check_taps(shape.taps, model)
     return attach_head(model, shape, {HEAD: draw_head(shape, seed)})
 
@@ -147,7 +155,7 @@ def attach_head(model: Model, shape: DSparkShape, head: Params) -> Model:
 
 
 def load_head(path: str | os.PathLike[str], model: Model, *, dtype: DTypeLike = "float32") -> Model:
-    """Reads a DSpark head from a GGUF file of llama.cpp, as a model that drafts for `model`.
+    """Reads a DSpark or DFlash head from a GGUF file of llama.cpp, as what drafts for `model`.
 
     Its numbers get `dtype`. Raises `UserError` for a file of another kind or for another target.
     """
@@ -222,7 +230,7 @@ def list_entries(shape: DSparkShape) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "target_layers": np.asarray(shape.taps, np.int32),
         "block_size": shape.block,
-        "sample_from_anchor": True,
+        "sample_from_anchor": not shape.lead,
         "has_confidence_head": shape.confident,
     }
     return {f"{ARCHITECTURE}.{key}": value for key, value in entries.items()} | {MASK: shape.mask}
@@ -234,26 +242,43 @@ def read_shape(table: TensorTable, target: ArchSpec) -> DSparkShape:
     arch = metadata.get("general.architecture")
     if arch != ARCHITECTURE:
         raise UserError(f"{source}: found architecture {arch!r}; expected {ARCHITECTURE!r}.")
-    if odd := next((what for name, what in _OTHERS.items() if name in table), None):
-        raise UserError(f"{source}: found a head with {odd}; expected a DSpark head without.")
-    if "markov_w1.weight" not in table:
-        raise UserError(f"{source}: found no markov_w1.weight; expected a DSpark head, not DFlash.")
     get = _Getter(metadata, source)
-    if not get("sample_from_anchor", True):
+    others = [what for name, what in _OTHERS.items() if name in table]
+    if others := others + [what for key, what in _OTHER_KEYS.items() if get(key, 0)]:
+        raise UserError(
+            f"{source}: found a head with {others[0]}; expected a DSpark or DFlash head without."
+        )
+    vocabulary, rank = target.vocab_size, 0
+    if "markov_w1.weight" in table:
+        vocabulary, rank = table.info("markov_w1.weight").shape
+    if rank and not get("sample_from_anchor", True):
         raise UserError(
             f"{source}: found a head whose first slot predicts nothing; expected "
             "dflash.sample_from_anchor=true."
         )
-    heads = int(get("attention.head_count"))
-    width = int(get("embedding_length"))
-    if width != target.hidden_size:
+    spec = _read_layers(get, vocabulary)
+    if spec.hidden_size != target.hidden_size:
         raise UserError(
-            f"{source}: found a head of width {width}; expected {target.hidden_size}, the model's. "
-            "It belongs to another model."
+            f"{source}: found a head of width {spec.hidden_size}; expected {target.hidden_size}, "
+            "the model's. It belongs to another model."
         )
-    spec = ArchSpec(
+    taps = tuple(int(x) for x in get("target_layers"))
+    if any(not 0 <= tap <= target.num_layers for tap in taps):
+        raise UserError(
+            f"{source}: found taps {list(taps)}; expected layers up to {target.num_layers}, the "
+            "model's. The head belongs to another model."
+        )
+    confident = rank > 0 and "conf_proj.weight" in table
+    shape = DSparkShape(spec, taps, 0, rank, int(metadata[MASK]), confident)
+    return dataclasses.replace(shape, drafts=int(get("block_size")) - shape.lead)
+
+
+def _read_layers(get: "_Getter", vocabulary: int) -> ArchSpec:
+    """The architecture of a head's own layers."""
+    heads, width = int(get("attention.head_count")), int(get("embedding_length"))
+    return ArchSpec(
         family="qwen3",
-        vocab_size=table.info("markov_w1.weight").shape[0],
+        vocab_size=vocabulary,
         hidden_size=width,
         layers=(Layer(Rope(float(get("rope.freq_base", 1e4)))),) * int(get("block_count")),
         num_heads=heads,
@@ -266,17 +291,6 @@ def read_shape(table: TensorTable, target: ArchSpec) -> DSparkShape:
         qkv_bias=False,
         qk_norm=True,
     )
-    taps, rank = (
-        tuple(int(x) for x in get("target_layers")),
-        table.info("markov_w1.weight").shape[1],
-    )
-    if any(not 0 <= tap <= target.num_layers for tap in taps):
-        raise UserError(
-            f"{source}: found taps {list(taps)}; expected layers up to {target.num_layers}, the "
-            "model's. The head belongs to another model."
-        )
-    confident = "conf_proj.weight" in table
-    return DSparkShape(spec, taps, int(get("block_size")), rank, int(metadata[MASK]), confident)
 
 
 class _Getter(NamedTuple):

@@ -4,7 +4,7 @@ The output is the big model's: greedily the ids that it would write alone, at a 
 its distribution (Leviathan, Kalman, Matias 2023, arXiv:2211.17192; Chen et al. 2023,
 arXiv:2302.01318). Rows accept different numbers of drafts, so each continues at its position. Slots
 of the engine (`models.decoding`) advance by a `DraftWriter`, or by a `BlockWriter` if the big
-model's next-token block drafts, or a `HeadWriter` if a DSpark head does.
+model's next-token block drafts, or a `HeadWriter` if a head (DSpark, DFlash) does.
 
 Letters: B rows, K drafts a round, N = K + 1, V vocabulary.
 """
@@ -83,7 +83,7 @@ class DraftWriter:
         if least:
             raise UserError(
                 f"found draft_p_min={least} for a draft without confidence; expected 0, or a head "
-                "of kdjax.make_head. Leave it out."
+                "with confidence, as kdjax.make_head makes one of rank above 0. Leave it out."
             )
         return self
 
@@ -333,11 +333,12 @@ class BlockWriter(DraftWriter):
 
 @dataclasses.dataclass(frozen=True)
 class HeadWriter(DraftWriter):
-    """A model whose DSpark head drafts for it: `small` has the head among its parameters.
+    """A model whose DSpark or DFlash head drafts for it: `small` has the head as a parameter.
 
     One pass of the head computes all slots of a block; then each slot's id is drawn, with the bias
     by the one before. Ids that the model has read, rejected ones too, go into the head's keys and
-    values; a block sees those before its anchor alone. (llama.cpp's `draft-dspark`.)
+    values; a block sees those before its anchor alone. (llama.cpp's `draft-dspark` and
+    `draft-dflash`.)
     """
 
     least: float = 0.0  # a round's drafts end before one of less confidence
@@ -346,12 +347,13 @@ class HeadWriter(DraftWriter):
     def of(
         cls, big: StepWriter, small: StepWriter, params: tuple[Params, Params], drafts: int
     ) -> "DraftWriter":
-        """Raises `UserError` also for more drafts than the head's block has."""
+        """Raises `UserError` also for more drafts than the head makes."""
         assert isinstance(small.functions, DSparkFunctions)
-        if drafts > small.functions.shape.block:
+        most = small.functions.shape.drafts
+        if drafts > most:
             raise UserError(
-                f"found {drafts} drafts a pass; expected 1 to {small.functions.shape.block}, the "
-                "slots of the head's block. Give fewer (--draft-tokens)."
+                f"found {drafts} drafts a pass; expected 1 to {most}, which the head's block has. "
+                "Give fewer (--draft-tokens)."
             )
         return super().of(big, small, params, drafts)
 
@@ -406,17 +408,17 @@ class HeadWriter(DraftWriter):
     ) -> Drafted:
         """Drafts as `DraftWriter._draft` returns them."""
         own, start, cache = self.own, slots.places, slots.cache[1]
-        head, places = own.merge_head(params), jnp.arange(self.drafts, dtype=jnp.int32)[None]
-        masks = jnp.full((len(slots.last), self.drafts - 1), own.shape.mask, jnp.int32)
+        count, lead = self.drafts + own.shape.lead, own.shape.lead
+        head, places = own.merge_head(params), jnp.arange(count, dtype=jnp.int32)[None]
+        masks = jnp.full((len(slots.last), count - 1), own.shape.mask, jnp.int32)
         x = own.embed_tokens(params, jnp.concatenate([slots.last[:, None], masks], axis=1))
         mix = functools.partial(own.mix_slots, cache, start)
-        states = head.run(x, start[:, None] + places, mix)
+        states = head.run(x, start[:, None] + places, mix)[:, lead:]
         choose = functools.partial(self._choose, head=weights, sampling=sampling)
 
         def step(last: Array, slot: tuple[Array, Array]) -> tuple[Array, Any]:
             state, key = slot
-            before = head.markov[...][last].astype(state.dtype)
-            joined = jnp.concatenate([state, before], axis=-1)
+            joined = head.add_before(state, last)
             drawn = choose(joined[:, None], key)
             return drawn[0], (drawn, own.judge_slots(params, joined))
 

@@ -667,12 +667,12 @@ class DraftBlock(_Drafting):
 
 @dataclasses.dataclass(frozen=True)
 class DraftHead(_Drafting):
-    """Trains the DSpark head of a student (`kdjax.make_head`); all else is the base.
+    """Trains the DSpark or DFlash head of a student (`kdjax.make_head`); all else is the base.
 
     In each step the blocks of a row lie side by side from a place on that is drawn anew, so that
     each token is predicted by one slot. A slot has no weight if its block's anchor is in another
     document or in no answer, or if the row's end cuts the block: a server's are complete.
-    Others weigh exp(-k / `decay`), k slots after the anchor (DFlash), in training only. The loss
+    Others weigh exp(-k / `decay`), k drafts after the first of a pass, in training only. The loss
     of the head's confidence, the chance of a slot's draft to be accepted, weighs `confidence`. Such
     a student has this form by default.
     """
@@ -680,6 +680,7 @@ class DraftHead(_Drafting):
     decay: float = 4.0
     confidence: float = 1.0  # type: ignore[misc]
     block: int = 0  # slots, the student's, once settled
+    lead: int = 0  # slots before the first that predicts, likewise
     asked: DSparkConfig | None = dataclasses.field(default=None, compare=False)  # a run's settings
     sizes: HeadSizes | None = None  # the student's, once settled
 
@@ -699,7 +700,8 @@ class DraftHead(_Drafting):
             raise UserError(f"found confidence={self.confidence}; expected 0 or a number above.")
         shape = student.functions.shape
         weight = self.confidence if shape.confident else 0.0
-        return dataclasses.replace(self, block=shape.block, sizes=shape.sizes, confidence=weight)
+        settled = dataclasses.replace(self, block=shape.block, lead=shape.lead, sizes=shape.sizes)
+        return dataclasses.replace(settled, confidence=weight)
 
     def mark(self, batch: dict[str, Array], step: Array | None) -> dict[str, Array]:
         """Adds the places of `anchors`, int32 `[B, T]`, and weighs slots."""
@@ -713,13 +715,15 @@ class DraftHead(_Drafting):
         # Whether a place's token is part of an answer: it was a label with a weight.
         told = (weights[:, :-1] != 0) & (segments[:, :-1] == segments[:, 1:])
         told = jnp.pad(told, ((0, 0), (1, 0)))
-        at = jnp.maximum(anchors, 0)
-        whole = (anchors >= 0) & (anchors <= length - self.block)
+        # Anchors of the slots that predict the token after each place, and of which draft it is.
+        begun = place_anchors(first - self.lead, length, self.block) + self.lead
+        drafts = jnp.arange(length, dtype=jnp.int32)[None] - begun
+        at = jnp.clip(begun, 0, length - 1)
+        whole = (begun >= 0) & (begun <= length - self.block)
         begins = jnp.take_along_axis(told, at, axis=1) & whole
-        inside = begins & (jnp.take_along_axis(segments, at, axis=1) == segments)
+        inside = begins & (jnp.take_along_axis(segments, at, axis=1) == segments) & (drafts >= 0)
         if step is not None:
-            slots = jnp.arange(length, dtype=jnp.int32)[None] - anchors
-            weights = weights * jnp.exp(-slots.astype(jnp.float32) / self.decay)
+            weights = weights * jnp.exp(-drafts.astype(jnp.float32) / self.decay)
         return batch | {"anchors": anchors, "weights": jnp.where(inside, weights, 0)}
 
     def run(self, student: ModelFunctions, params: Params, batch: Mapping[str, Array]) -> Runs:

@@ -1,4 +1,4 @@
-"""Trains a DSpark head for a file for a given time, and counts the drafts that its target accepts.
+"""Trains a head for a file for a given time, and counts the drafts that its target accepts.
 
     python -m scripts.bench.draft_heads smollm2.gguf --folder=runs/heads --seconds=900
     python -m scripts.bench.draft_heads --tiny
@@ -57,7 +57,7 @@ _ASKED = (  # of a noun, an adjective and another noun; the last two are for jud
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains and judges a DSpark head.")
+    parser = argparse.ArgumentParser(description="Trains and judges a DSpark or DFlash head.")
     add = parser.add_argument
     add("target", nargs="?", default="", help="the GGUF file that is served; with --tiny: random")
     add("--folder", type=Path, default=Path("runs/heads"), help="answers, state, head, lines")
@@ -73,8 +73,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--slots", type=int, default=1024, help="answers that are written at once")
     add("--rows", type=int, default=48, help="a step")
     add("--layers", type=int, default=2)
-    add("--block", type=int, default=7)
-    add("--rank", type=int, default=128)
+    add("--block", type=int, default=7, help="tokens that a pass drafts")
+    add("--rank", type=int, default=128, help="of a DSpark head's bias; 0: a DFlash head")
     add("--rate", type=float, default=1e-3)
     add("--dtype", default="bfloat16", help="that the models compute in")
     add("--judged", type=int, default=64, help="prompts of each domain")
@@ -82,7 +82,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.tiny:
         small = dict(seconds=20.0, answer_seconds=1.0, new_tokens=48, slots=16, rows=4, layers=1)
-        small |= dict(block=4, rank=8, judged=4, dtype="float32", prompt_tokens=16)
+        small |= dict(block=4, rank=min(8, args.rank), judged=4, dtype="float32", prompt_tokens=16)
         packages = dict(code="optax", heldout_code="flax")
         vars(args).update(small | packages)
     return args
