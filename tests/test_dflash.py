@@ -35,7 +35,7 @@ from kdjax.export.heads import export_head
 from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from kdjax.models.dspark import place_anchors
-from kdjax.models.dspark_files import load_head, make_head
+from kdjax.models.dspark_files import MASK, load_head, make_head
 from kdjax.training.forms import DraftHead
 
 __all__ = ["model", "path"]  # fixtures
@@ -238,9 +238,14 @@ def test_files_keep_the_head(model, head, tmp_path):
     fewer = {key: x for key, x in values.items() if key not in left_out}
     write_gguf(tmp_path / "fewer.gguf", fewer, rows)
     assert load_head(tmp_path / "fewer.gguf", model).functions.shape == head.functions.shape
+    wrong = "found a head with a sliding window; expected a DSpark or DFlash head without"
     write_gguf(tmp_path / "odd.gguf", fewer | {"dflash.attention.sliding_window": 512}, rows)
-    with pytest.raises(UserError, match="found a head with a sliding window; expected a DSpark or"):
+    with pytest.raises(UserError, match=wrong):
         load_head(tmp_path / "odd.gguf", model)
+    del fewer[MASK]
+    write_gguf(tmp_path / "mask.gguf", fewer, rows)
+    with pytest.raises(UserError, match=f"found no {MASK}; expected the id of the head's mask"):
+        load_head(tmp_path / "mask.gguf", model)
 
 
 def test_what_the_head_cannot_do_is_refused(model, head):

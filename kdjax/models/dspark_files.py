@@ -268,6 +268,11 @@ def read_shape(table: TensorTable, target: ArchSpec) -> DSparkShape:
             f"{source}: found taps {list(taps)}; expected layers up to {target.num_layers}, the "
             "model's. The head belongs to another model."
         )
+    if MASK not in metadata:
+        raise UserError(
+            f"{source}: found no {MASK}; expected the id of the head's mask token. Convert the "
+            "head again, with its tokenizer."
+        )
     confident = rank > 0 and "conf_proj.weight" in table
     shape = DSparkShape(spec, taps, 0, rank, int(metadata[MASK]), confident)
     return dataclasses.replace(shape, drafts=int(get("block_size")) - shape.lead)
