@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 
 from kdjax.errors import UserError
 from kdjax.formats import open_table
-from kdjax.formats.blocks import BLOCKS, decode, encode, row_bytes
+from kdjax.formats.blocks import BLOCKS, Whole, decode, encode, row_bytes, split
+from kdjax.formats.kquants import ENCODERS, fit_scales
 from scripts.bench.ggml import make_rounding, open_ggml
 from scripts.bench.synthetic import random_blocks
 
@@ -58,6 +60,27 @@ def test_the_table_agrees_with_gguf_py():
         kind = gguf.GGMLQuantizationType[name]
         assert kind.value == block.ggml
         assert gguf.GGML_QUANT_SIZES[kind] == (block.elements, block.nbytes)
+
+
+def test_the_table_has_the_bits_of_a_number_and_those_that_share_a_factor():
+    """Bits as in the type's name; groups as its decoder or its encoder shares factors."""
+    others = {"IQ2_XS": 16, "IQ2_XXS": 32, "IQ1_S": 32, "IQ1_M": 16, "NVFP4": 16}
+    others |= {"TQ1_0": 256, "TQ2_0": 256}
+    for name, block in BLOCKS.items():
+        if block.elements == 1:
+            continue
+        assert block.bits == int(re.search(r"\d", name)[0]), name
+        fields = split(np.zeros((1, block.nbytes), np.uint8), name)
+        found = jax.eval_shape(block.decode, *fields)
+        if isinstance(found, Whole):
+            expected = block.elements // found.factors.shape[-1]
+        elif name in ENCODERS:
+            scales = fit_scales(jnp.ones((1, block.elements), jnp.float32), name)
+            expected = block.elements // scales[-1].shape[-1]
+        else:
+            expected = others.pop(name)
+        assert block.group == expected, name
+    assert not others
 
 
 def test_the_table_agrees_with_ggml():

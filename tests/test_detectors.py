@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from kdjax.evaluation.target import open_target
 from kdjax.formats import open_table
 from kdjax.formats.blocks import decode, encode
 from kdjax.formats.gguf import write_gguf
-from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.checkpoint import Checkpoint, open_checkpoint
 from kdjax.models.decoder import Compute, functional, initialise
 from kdjax.models.decoding import Completion
 from kdjax.models.loading import load_params
@@ -564,6 +565,24 @@ def test_a_form_of_the_teacher_may_cost_some_bits_and_no_more():
     assert found is not None and "KL 1.21 nats a token of code" in found and "0.063" in found
     assert detectors.far_from_teacher(1.21, 0.4, "code") is None  # two bits a weight cost as much
     assert detectors.far_from_teacher(float("nan"), 0.0, "code") is None
+
+
+@pytest.mark.parametrize(("dtype", "levels", "group"), [("IQ3_S", 4, 32), ("IQ2_S", 2, 16)])
+def test_one_bit_less_is_known_of_every_block_type(dtype, levels, group):
+    """Of two bits one stays; a number of one bit has none to lose."""
+    x = np.random.default_rng(0).normal(size=(1, 512)).astype(np.float32)
+    params = {"blocks": {"w": jax.numpy.asarray(decode(encode(x, dtype), dtype))}}
+
+    def drop(dtype):
+        names, table = {("blocks", "w"): ["blk.0.w"]}, mock.Mock()
+        table.info.return_value.dtype = dtype
+        checkpoint = mock.Mock(spec=Checkpoint, names=names, table=table)
+        return forms.drop_a_bit(params, checkpoint)
+
+    fewer, count = drop(dtype)
+    found = [len(np.unique(row)) for row in np.asarray(fewer["blocks"]["w"]).reshape(-1, group)]
+    assert count == 1 and max(found) == levels
+    assert [drop(name)[1] for name in ("IQ1_M", "TQ1_0", "F16", "BF16", "F8_E4M3")] == [0] * 5
 
 
 def test_a_form_is_told_from_a_student_and_from_a_model_trained_apart(bigram, deep, tmp_path):

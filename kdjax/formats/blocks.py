@@ -58,11 +58,17 @@ class BlockType(NamedTuple):
     fields: tuple[int, ...]  # sizes in bytes
     ggml: int  # its number in GGUF files, `enum ggml_type` in ggml.h
     decode: Callable[..., Array | Whole]
+    group: int = 32  # neighbours that share a factor
 
     @property
     def nbytes(self) -> int:
         """Bytes of one block."""
         return sum(self.fields)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number in a block, rounded down; words, which hold factors, do not count."""
+        return 8 * sum(size for size in self.fields if size != 2) // self.elements
 
 
 def _fields(data: Array, shifts: tuple[int, ...], mask: int) -> Array:
@@ -358,24 +364,24 @@ BLOCKS: dict[str, BlockType] = {
     "Q8_0": BlockType(32, (2, 32), 8, _q8_0),
     "Q4_K": BlockType(256, (2, 2, 12, 128), 12, _q4_k),
     "Q5_K": BlockType(256, (2, 2, 12, 32, 128), 13, _q5_k),
-    "Q6_K": BlockType(256, (128, 64, 16, 2), 14, _q6_k),
-    "Q2_K": BlockType(256, (16, 64, 2, 2), 10, _q2_k),
-    "Q3_K": BlockType(256, (32, 64, 12, 2), 11, _q3_k),
+    "Q6_K": BlockType(256, (128, 64, 16, 2), 14, _q6_k, 16),
+    "Q2_K": BlockType(256, (16, 64, 2, 2), 10, _q2_k, 16),
+    "Q3_K": BlockType(256, (32, 64, 12, 2), 11, _q3_k, 16),
     "IQ4_NL": BlockType(32, (2, 16), 20, _iq4_nl),
     "IQ4_XS": BlockType(256, (2, 2, 4, 128), 23, _iq4_xs),
     "IQ3_S": BlockType(256, (2, 64, 8, 32, 4), 21, _iq3_s),
     "IQ3_XXS": BlockType(256, (2, 64, 32), 18, _iq3_xxs),
-    "IQ2_S": BlockType(256, (2, 32, 32, 8, 8), 22, _iq2_s),
-    "IQ2_XS": BlockType(256, (2, 64, 8), 17, _iq2_xs),
+    "IQ2_S": BlockType(256, (2, 32, 32, 8, 8), 22, _iq2_s, 16),
+    "IQ2_XS": BlockType(256, (2, 64, 8), 17, _iq2_xs, 16),
     "IQ2_XXS": BlockType(256, (2, 64), 16, _iq2_xxs),
-    "IQ1_M": BlockType(256, (32, 16, 8), 29, _iq1_m),
+    "IQ1_M": BlockType(256, (32, 16, 8), 29, _iq1_m, 16),
     "IQ1_S": BlockType(256, (2, 32, 16), 19, _iq1_s),
     "MXFP4": BlockType(32, (1, 16), 39, _mxfp4),
-    "NVFP4": BlockType(64, (4, 32), 40, _nvfp4),
-    "Q1_0": BlockType(128, (2, 16), 41, _q1_0),
-    "Q2_0": BlockType(64, (2, 16), 42, _q2_0),
-    "TQ1_0": BlockType(256, (48, 4, 2), 34, _tq1_0),
-    "TQ2_0": BlockType(256, (64, 2), 35, _tq2_0),
+    "NVFP4": BlockType(64, (4, 32), 40, _nvfp4, 16),
+    "Q1_0": BlockType(128, (2, 16), 41, _q1_0, 128),
+    "Q2_0": BlockType(64, (2, 16), 42, _q2_0, 64),
+    "TQ1_0": BlockType(256, (48, 4, 2), 34, _tq1_0, 256),
+    "TQ2_0": BlockType(256, (64, 2), 35, _tq2_0, 256),
 }
 
 

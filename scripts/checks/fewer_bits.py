@@ -18,20 +18,20 @@ from pathlib import Path
 
 import numpy as np
 
-from kdjax.evaluation.health.forms import BLOCK_BITS, round_to_levels
+from kdjax.evaluation.health.forms import find_wide_block, round_to_levels
 from kdjax.formats import TensorTable, open_table
-from kdjax.formats.blocks import decode, encode
+from kdjax.formats.blocks import block_type, decode, encode
 from kdjax.formats.gguf import write_gguf
 
 _PART = 1 << 17  # numbers that a thread takes at a time
 
 
 def _rounded(table: TensorTable, name: str) -> np.ndarray:
-    bits, group = BLOCK_BITS[table.info(name).dtype]
+    block = block_type(table.info(name).dtype)
     numbers = np.asarray(decode(table.raw(name), table.info(name).dtype))
     parts = np.array_split(numbers, max(1, numbers.size // _PART))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        fewer = functools.partial(round_to_levels, bits=bits - 1, group=group)
+        fewer = functools.partial(round_to_levels, bits=block.bits - 1, group=block.group)
         return encode(np.concatenate(list(map(np.asarray, pool.map(fewer, parts)))), "BF16")
 
 
@@ -41,7 +41,7 @@ def write_fewer_bits(source: Path, target: Path) -> int:
     tensors, count = [], 0
     for name in table:
         info = table.info(name)
-        if name.startswith("blk.") and len(info.shape) == 2 and info.dtype in BLOCK_BITS:
+        if name.startswith("blk.") and len(info.shape) == 2 and find_wide_block(info.dtype):
             tensors.append((name, "BF16", info.shape, functools.partial(_rounded, table, name)))
             count += 1
         else:

@@ -16,29 +16,20 @@ from jaxtyping import Array, Float32
 from kdjax.evaluation.health.probes import probe_ids
 from kdjax.evaluation.heldout import position_values, shared_spec
 from kdjax.evaluation.target import Target
-from kdjax.formats.blocks import decode
+from kdjax.formats.blocks import BLOCKS, BlockType, decode
 from kdjax.formats.kquants import fit_affine
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Params
 from kdjax.models.weights import from_bits, to_bits
 
-# Bits a number and numbers a group.
-BLOCK_BITS = {
-    "Q2_K": (2, 16),
-    "Q3_K": (3, 16),
-    "Q4_0": (4, 32),
-    "Q4_1": (4, 32),
-    "Q4_K": (4, 32),
-    "IQ4_NL": (4, 32),
-    "IQ4_XS": (4, 32),
-    "Q5_0": (5, 32),
-    "Q5_1": (5, 32),
-    "Q5_K": (5, 32),
-    "Q6_K": (6, 16),
-    "Q8_0": (8, 32),
-}
 _ALIKE = 0.9  # cosine of embedding rows; Q2_K keeps 0.95, two models trained apart have about 0
 _ROWS = 256  # of the embedding that are compared
+
+
+def find_wide_block(dtype: str) -> BlockType | None:
+    """The block type of that name, if its numbers have two bits or more: one can go."""
+    block = BLOCKS.get(dtype)
+    return block if block and block.elements > 1 and block.bits > 1 else None
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "group"))
@@ -60,14 +51,14 @@ def drop_a_bit(params: Params, checkpoint: Checkpoint) -> tuple[Params, int]:
     def one(keys: tuple, leaf: Array) -> Array:
         nonlocal count
         names = checkpoint.names.get(tuple(key.key for key in keys), [])
-        kinds = [BLOCK_BITS.get(checkpoint.table.info(name).dtype) for name in names]
+        kinds = [find_wide_block(checkpoint.table.info(name).dtype) for name in names]
         if keys[0].key != "blocks" or len(kinds) != len(leaf) or not any(kinds):
             return leaf
         layers = []
         for layer, kind in zip(leaf, kinds, strict=True):
             if kind is not None:
                 numbers = from_bits(layer)
-                rounded = round_to_levels(numbers.astype(jnp.float32), kind[0] - 1, kind[1])
+                rounded = round_to_levels(numbers.astype(jnp.float32), kind.bits - 1, kind.group)
                 layer, count = to_bits(rounded.astype(numbers.dtype)), count + 1
             layers.append(layer)
         return jnp.stack(layers)
