@@ -102,8 +102,10 @@ class CheckError(UserError):
 
 
 def suggest(wrong: str, names: Iterable[str], prefix: str = "") -> str:
-    """Suggests the name nearest to `wrong`: ` Did you mean X?`, or "" if none is near."""
-    near = difflib.get_close_matches(wrong, list(names), n=1)
+    """Suggests the name that begins with `wrong`, or is nearest: ` Did you mean X?`; "" if none."""
+    names = list(names)
+    begun = [name for name in names if wrong and name.startswith(wrong)]
+    near = begun or difflib.get_close_matches(wrong, names, n=1)
     return f" Did you mean {prefix}{near[0]}?" if near else ""
 
 

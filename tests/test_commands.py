@@ -205,6 +205,12 @@ def test_code_that_a_model_wrote_brings_no_remarks_of_python(capfd):
         (["generate", "x", "--bogus"], "unrecognized arguments: --bogus. `kdjax"),
         (["generate", "x", "--promt=y"], "--promt=y. Did you mean --prompt?"),
         (["generate", "x"], "the following arguments are required: --prompt"),
+        # A part of a flag's name is no flag, alone, beside a config and where another is missing.
+        (["generate", "x", "--prompt=y", "--temp=1"], ": --temp=1. Did you mean --temperature?"),
+        (["train", "--config=demo", "--work=x"], ": --work. Did you mean --workdir?"),
+        (["plan", "--conf=demo"], "--conf=demo. Did you mean --config?"),
+        (["cache", "--cle"], "unrecognized arguments: --cle. Did you mean --clear?"),
+        (["draft", "x", "--ou=y", "--config.optim.eps=1"], ": --ou=y. Did you mean --out?"),
         (
             ["train", "--config=demo", "--config.train.steps=abc"],
             "^error: --config.train.steps=abc: found no whole number; expected one, as in --conf",
@@ -238,6 +244,22 @@ def test_code_that_a_model_wrote_brings_no_remarks_of_python(capfd):
 )
 def test_mistyped_names_are_corrected(arguments, message, capsys):
     assert re.search(message.replace("?", r"\?"), error_of(capsys, *arguments))
+
+
+def test_every_command_that_plans_takes_another_machine(tmp_path, capsys):
+    """`kdjax train --plan` is `kdjax plan`, of a machine that is not here as well."""
+    there = ["--device=RTX4090", "--devices=2", "--hosts=2"]
+    found = []
+    for flags in (["plan"], ["train", "--plan"]):
+        assert cli.main([*flags, "--config=demo", *there]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] and "device offers 22.86\n" in found[0]
+    for flags, message in (
+        (["train", *there], "another machine: expected --plan with it"),
+        (["train", "--plan", "--memory=8GB"], "--hosts need --device, one of"),
+        (["plan", "--hosts=2"], "--hosts need --device, one of"),
+    ):
+        assert re.search(message, error_of(capsys, *flags, "--config=demo"))
 
 
 # --- configs ------------------------------------------------------------------------------------

@@ -259,8 +259,7 @@ def _parser() -> Parser:
     add("--seed", type=int, default=0, help="of the order of rows, and of a new block")
     add("--rows", type=int, default=16, help="held-out texts that judge it; 0: none (%(default)s)")
     add("--overwrite", action="store_true", help="replace --out if it is there")
-    add("--plan", action="store_true", help="as `kdjax plan`: train nothing")
-    add_machine_flags(parser)
+    add_machine_flags(parser, "as `kdjax plan`: train nothing")
     add_cluster_flags(parser)
     return parser
 

@@ -104,6 +104,7 @@ class Parser(argparse.ArgumentParser):
             description=description,
             epilog=f"{epilog}exit status:\n{lines}",
             formatter_class=_Help,
+            allow_abbrev=False,  # else a flag of a later version changes what a prefix means
         )
 
     def error(self, message: str) -> NoReturn:
@@ -113,17 +114,26 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses as argparse does, and names the flag that an unknown one may have meant."""
+        options, unknown = self.parse_known_args(args, namespace)
+        self.refuse(unknown)
+        return options
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses as argparse does; refuses unknown flags if one is missing: it may be misspelt."""
         try:
-            options, unknown = self.parse_known_args(args, namespace)
-        except UserError:  # a missing flag may be misspelt: suggest the nearest
+            return super().parse_known_args(args, namespace)
+        except UserError:
             for action in self._actions:
                 action.required = False
             for group in self._mutually_exclusive_groups:
                 group.required = False
-            self.refuse(self.parse_known_args(args, namespace)[1])
+            _, unknown = super().parse_known_args(args, namespace)
+            self.refuse_beside_fields(unknown)
             raise
-        self.refuse(unknown)
-        return options
+
+    def refuse_beside_fields(self, unknown: Sequence[str]) -> None:
+        """As `refuse`, but for `--config.field=value`."""
+        self.refuse([text for text in unknown if not _OVERRIDE.match(text)])
 
     def refuse(self, unknown: Sequence[str]) -> None:
         """Raises `UserError` if any argument was not understood."""
@@ -190,6 +200,7 @@ def parse_run(parser: Parser, argv: Sequence[str] | None = None) -> RunCommand:
     """Reads the command line and the config; raises `UserError` for what cannot run."""
     options, rest = parser.parse_known_args(argv)
     if not options.config:
+        parser.refuse_beside_fields(rest)
         parser.error(f"--config is missing: a file, or one of {', '.join(shipped())}")
     config, name, downloads, suits_cpu = load_config(options.config)
     config = override(config, rest, parser)

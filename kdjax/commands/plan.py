@@ -47,9 +47,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kdjax")
 
 
-def add_machine_flags(parser: Parser, *, hosts: bool = True) -> None:
-    """Adds the flags of another machine, or of several `hosts`; `find_machine` reads them."""
+def add_machine_flags(parser: Parser, plan: str = "", *, hosts: bool = True) -> None:
+    """Adds the flags of another machine, or of several `hosts`; `find_machine` reads them.
+
+    With `plan`, its help, they need the flag --plan, which a command that only plans has not.
+    """
     add = parser.add_argument
+    if plan:
+        add("--plan", action="store_true", help=plan)
+    parser.set_defaults(plan=not plan, hosts=None)
     text = f"plan for it in place of this machine's: {', '.join(WORDS)}"
     add("--device", default="", metavar="NAME", help=text)
     text = "of one device, such as 16GB or 24GiB; a GPU's run takes 90%% of it; by default all that"
@@ -64,11 +70,11 @@ def add_machine_flags(parser: Parser, *, hosts: bool = True) -> None:
 def find_machine(options: argparse.Namespace, parser: Parser) -> Machine | None:
     """The machine that flags describe; None: this one.
 
-    Raises `UserError` for flags that do not go together, and without the --plan of a command.
+    Raises `UserError` for flags that do not go together, and without --plan.
     """
-    if options.device and not getattr(options, "plan", True):
+    if options.device and not options.plan:
         parser.error("--device describes another machine: expected --plan with it")
-    counts = [options.devices, vars(options).get("hosts")]
+    counts = [options.devices, options.hosts]
     if options.device:
         jax.config.update("jax_platforms", "cpu")  # nothing runs on a GPU of this machine
         numbers = (1 if number is None else number for number in counts)

@@ -119,8 +119,7 @@ def _parser() -> Parser:
     add("--batch-size", type=int, default=16, help="rows a step (%(default)s)")
     add("--microbatches", type=int, default=1, help="parts of a batch, to save memory")
     add("--rows", type=int, default=8, help="rows that costs are measured on (%(default)s)")
-    add("--plan", action="store_true", help="print sizes and memory; load and make nothing")
-    add_machine_flags(parser, hosts=False)
+    add_machine_flags(parser, "print sizes and memory; load and make nothing", hosts=False)
     add("--overwrite", action="store_true", help="replace --out if it is there")
     return parser
 

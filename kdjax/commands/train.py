@@ -23,7 +23,7 @@ from kdjax.commands.parsing import (
     require_files,
     run_parser,
 )
-from kdjax.commands.plan import plan_run
+from kdjax.commands.plan import add_machine_flags, find_machine, plan_run
 from kdjax.config import Config
 from kdjax.errors import (
     CHECK_FAILED,
@@ -66,16 +66,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = run_parser("train", __doc__, *ENDS)
     text = "folder for checkpoints, metrics and the report; runs/<name of the config> by default"
     parser.add_argument("--workdir", help=text)
-    parser.add_argument("--plan", action="store_true", help="as `kdjax plan`: train nothing")
+    add_machine_flags(parser, "as `kdjax plan`: train nothing")
     add_cluster_flags(parser)
     log_to_terminal()
-    return carry_out(parse_run(parser, argv))
+    run = parse_run(parser, argv)
+    run.options.machine = find_machine(run.options, parser)
+    return carry_out(run)
 
 
 def carry_out(run: RunCommand) -> int:
     """Plans or trains a command line's run; returns the exit status."""
     if run.options.plan:
-        return plan_run(run)
+        return plan_run(run, run.options.machine)
     workdir = Path(run.options.workdir or Path("runs", run.name))
     check_workdir(workdir)
     if not (workdir / CHECKPOINTS).is_dir():  # a finished run may have lost its files
