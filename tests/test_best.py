@@ -6,6 +6,7 @@ import types
 
 import numpy as np
 import pytest
+import scipy.stats
 from conftest import make_tiny_config
 from test_run import go
 
@@ -15,7 +16,14 @@ from kdjax.errors import COLLAPSED, UserError
 from kdjax.formats.saved import Best, find_best, read_receipt, saved_steps
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.training import loop
-from kdjax.training.best import Judge, Part, WorseError, compare_parts
+from kdjax.training.best import (
+    Judge,
+    Part,
+    WorseError,
+    compare_parts,
+    find_bound,
+    list_parts,
+)
 from kdjax.training.saving import _Kept
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -126,6 +134,24 @@ def test_the_start_is_a_candidate_where_it_is_saved():
     assert better.describe().endswith("held-out agreement 0.5; 0.25 before training")
     assert judge_steps({1: 2.0}).describe() == "step 1 is the best that is saved: held-out loss 2"
     assert judge_steps({0: 2.0}, saved=lambda step: False).describe() == "no step is saved"
+
+
+def test_an_interval_is_students_t_over_batches():
+    """As SciPy computes it of numbers with equal weights; the batches of a growth are paired."""
+    before, now = np.array([1.0, 4.0, 2.0, 7.0]), np.array([1.5, 4.1, 2.7, 7.4])
+    sides = [[Part(x, 8.0) for x in side] for side in (before, now)]
+    for found, numbers in (
+        (find_bound(sides[1]), now),
+        (find_bound(sides[1], sides[0]), now - before),
+    ):
+        low, high = scipy.stats.t.interval(
+            0.95, len(numbers) - 1, numbers.mean(), scipy.stats.sem(numbers)
+        )
+        assert found == pytest.approx((high - low) / 2)
+    assert find_bound([Part(1.0, 8.0)]) == np.inf
+    batches = [{"kl": 1.0, "loss": 2.0, "tokens": 8.0, "compared": 0.25}]
+    assert list_parts(batches, "kl") == [Part(1.0, 2.0)]
+    assert list_parts(batches, "loss") == [Part(2.0, 8.0)]
 
 
 def test_a_run_is_worse_if_it_is_by_more_than_its_error():

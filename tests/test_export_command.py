@@ -227,6 +227,33 @@ def test_a_card_without_records_claims_nothing(student):
     assert "distilled by" not in text and "The settings of the run." in text
 
 
+def test_a_card_has_the_intervals_that_batches_allow(student):
+    """Of two batches with 1 and 3 positions; worked by hand, t = 12.7062 of one degree."""
+    first = {"step": 0, "student_ce": 3.5, "student_perplexity": 33.1, "kl": 0.5, "tokens": 4}
+    final = {"step": 9, "student_ce": 2.75, "student_perplexity": 15.6, "kl": 0.25, "tokens": 4}
+    counts = {"tokens": [1.0, 3.0]}
+    batches = {
+        "first": counts | {"student_ce": [2.0, 4.0], "kl": [0.5, None]},
+        "final": counts | {"student_ce": [2.0, 3.0], "kl": [0.25, 0.25]},
+    }
+
+    def write(held_out):
+        return card.model_card(student.spec, receipt={"held_out": held_out}).splitlines()
+
+    text = write({"first": first, "final": final, "batches": batches})
+    # Weighed differences from the mean: 1 * 0.75 and 3 * -0.25, so that the error is 1.5 / 4.
+    assert "|  | step 0 | step 9 | change |" in text
+    row = "| cross-entropy with the text, nats a token | 3.5 ± 9.5 | 2.75 ± 4.8 | -0.75 ± 4.8 |"
+    assert row in text
+    assert "| perplexity | 33.1 | 15.6 |  |" in text
+    assert "| KL(teacher to student) at T=1, nats a token | 0.5 | 0.25 ± 0 |  |" in text
+    assert "±: 95% intervals over 2 held-out batches, paired for a change." in text
+    other = {"first": counts | {"tokens": [2.0, 2.0], "student_ce": [3.0, 4.0]}}
+    text = write({"first": first, "final": final, "batches": batches | other})
+    assert "|  | step 0 | step 9 |" in text and "change" not in "".join(text)
+    assert write({"first": first, "final": final}).count("±") == 0
+
+
 def test_a_card_has_no_absolute_path(student):
     config = {"teacher": {"path": "/home/me/t.gguf"}, "data": {"train": "~/text,/home/me/more"}}
     files = {"files": ["/home/me/t.gguf"], "sha256": "7ea"}

@@ -132,6 +132,12 @@ def test_a_finished_run_records_everything(finished):
     assert {"kind": "eval", **found["held_out"]["first"]} == first
     assert {"kind": "eval", **found["held_out"]["final"]} == final
     assert (first["step"], final["step"]) == (0, 10)
+    assert found["held_out"]["batches"].keys() == {"first", "final"}
+    for end, figures in (("first", first), ("final", final)):
+        batches = found["held_out"]["batches"][end]
+        for name in ("student_ce", "kl", "agreement"):
+            mean = np.average(batches[name], weights=batches["tokens"])
+            assert mean == pytest.approx(figures[name]), name
     assert found["started"] <= found["ended"] and found["started"].endswith("+00:00")
     assert found["resumed_from"] == [] and len(found["sessions"]) == 1
     platform = found["platform"]

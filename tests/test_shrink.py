@@ -278,6 +278,12 @@ def test_the_chosen_types_lose_less_than_the_recipe_at_its_bytes(model, batches,
         comparison.measure(round_params(model.params, x, {})) for x in (recipe, chosen)
     )
     assert second.kl < first.kl
+    parts = comparison.read_batches(comparison.start(round_params(model.params, chosen, {})))
+    counts = [x.positions for x in parts]
+    assert sum(counts) == second.positions and len(parts) == len(batches)
+    for name in ("kl", "agreement"):
+        mean = np.average([getattr(x, name) for x in parts], weights=counts)
+        assert mean == pytest.approx(getattr(second, name), rel=1e-5)
     least, most = bound_bytes(spec)
     assert choose_mixture(costs, spec, least).nbytes == least
     assert choose_mixture(costs, spec, most).nbytes <= most
@@ -420,7 +426,8 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
     said = capsys.readouterr().out
     out, work = tmp_path / "small.gguf", tmp_path / "small.shrink"
     assert out.stat().st_size <= count_gguf_bytes(source, "q5_0")
-    rows = re.findall(r"^\| (.+) \| [\d.]+ \| ([\d.]+) \| [\d.]+ \|$", said, re.M)
+    ends = r"([\d.]+) ± [\d.e-]+ \| [\d.]+ ± [\d.e-]+ \|$"
+    rows = re.findall(rf"^\| (.+) \| [\d.]+ \| {ends}", said, re.M)
     weighed, gptq = "chosen types, with importance", "small.gguf, by GPTQ"
     assert [name for name, _ in rows] == ["q5_0, with importance", weighed, gptq]
     assert float(rows[2][1]) < float(rows[1][1]) <= float(rows[0][1])
@@ -429,6 +436,13 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
     assert {name: table.info(name).dtype for name in types} == types
     card = out.with_suffix(".md").read_text()
     assert source.sha256 in card and "\n0 matrices have the type of the source" in card
+    gain = (
+        r"\nKL of small.gguf, by GPTQ, less that of q5_0, with importance: (-0\.\d+) ± [\d.e-]+\."
+    )
+    for page in (said, card):
+        assert float(re.search(gain, page)[1]) == pytest.approx(
+            float(rows[2][1]) - float(rows[0][1]), abs=1e-4
+        )
     assert json.loads((work / "costs.json").read_text())["model"] == source.sha256
     monkeypatch.setattr(shrink, "measure_costs", lambda *_: pytest.fail("measured again"))
     monkeypatch.setattr(shrink, "sum_squares", lambda *_: pytest.fail("measured again"))

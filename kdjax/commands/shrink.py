@@ -49,13 +49,13 @@ from kdjax.evaluation.choice import bound_bytes, choose_mixture, list_types
 from kdjax.evaluation.costs import (
     Comparison,
     CostFile,
-    Figures,
     hash_rows,
     measure_costs,
     read_costs,
     round_params,
 )
 from kdjax.export import export_gguf
+from kdjax.export.card import show_bound
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.export.staging import check_target, stage
 from kdjax.formats.files import make_folder, make_place, replacing
@@ -70,6 +70,7 @@ from kdjax.models.importance import sum_squares
 from kdjax.models.loading import count_parameters
 from kdjax.models.mixture import Mixture, list_matrices
 from kdjax.models.model import Model, load_model
+from kdjax.training.best import Part
 from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
 from kdjax.watch.run import distill
@@ -368,18 +369,28 @@ def _prove(work: _Work, files: Mapping[str, Callable[[], tuple[Any, int]]]) -> d
     found = {}
     for name, make in files.items():
         params, nbytes = make()
-        figures: Figures = comparison.measure(params)
-        found[name] = {"bytes": nbytes, **figures._asdict()}
-        del params
+        started = comparison.start(params)
+        figures, batches = comparison.read(started), comparison.read_batches(started)
+        parts = {
+            x: [Part(getattr(b, x), b.positions) for b in batches] for x in ("kl", "agreement")
+        }
+        found[name] = {"bytes": nbytes, **figures._asdict(), "parts": parts}
+        del params, started
     return found
 
 
 def _format_table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The closing table, in Markdown."""
+    """The closing table, in Markdown, and what the file gains over the recipe on the same rows."""
     lines = ["| file | MB | KL | agreement |", "| --- | --- | --- | --- |"]
     for name, row in found.items():
-        cells = f"{row['bytes'] / 1e6:,.1f}", f"{row['kl']:.4f}", f"{row['agreement']:.3f}"
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        kl, agreement = (show_bound(row["parts"][x]) for x in ("kl", "agreement"))
+        cells = f"{row['kl']:.4f}{kl}", f"{row['agreement']:.3f}{agreement}"
+        lines.append(f"| {name} | {row['bytes'] / 1e6:,.1f} | {' | '.join(cells)} |")
+    (recipe, first), *_, (file, last) = found.items()
+    if bound := show_bound(last["parts"]["kl"], first["parts"]["kl"]):
+        gap, count = last["kl"] - first["kl"], len(last["parts"]["kl"])
+        lines += ["", f"KL of {file}, less that of {recipe}: {gap:.4f}{bound}."]
+        lines.append(f"±: 95% intervals over {count} batches of rows, paired for a difference.")
     return lines
 
 

@@ -99,6 +99,12 @@ class Comparison:
         kl, same = np.sum([np.asarray(x, np.float64) for x in started], axis=0) / self._count
         return Figures(max(float(kl), 0.0), float(same), int(self._count))
 
+    def read_batches(self, started: Sequence[Array]) -> list[Figures]:
+        """The figures of each batch that has a weighted position."""
+        counts = [float(batch[3].sum()) for batch in self._batches]
+        means = ((np.asarray(x) / n, n) for x, n in zip(started, counts, strict=True) if n)
+        return [Figures(float(kl), float(same), int(n)) for (kl, same), n in means]
+
 
 def _compare(both: Sequence[Array], weights: Array) -> tuple[Array, Array]:
     """KL and agreement of each position, from the logits of parameters and model."""

@@ -1,7 +1,8 @@
 """The model card of an exported folder or file: what a run's records say, what is not known."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from kdjax import __version__
@@ -10,6 +11,7 @@ from kdjax.formats.files import hide_folders
 from kdjax.hub import MODEL, PREFIX, TEXT, HubPath
 from kdjax.models.arch import ArchSpec
 from kdjax.models.loading import count_parameters
+from kdjax.training.best import Part, find_bound, list_parts
 
 _NO_RECORD = (
     "Which files the teacher and the student were: the checkpoint has no record of its run."
@@ -125,14 +127,51 @@ def _list_figures(held_out: Mapping[str, Any], step: int | None) -> list[str]:
     first, final = held_out.get("first"), held_out.get("final")
     if not first or not final:
         return []
-    head = f"| | step {first.get('step', 0)} | step {final.get('step')} |"
-    rows = [head, "| --- | --- | --- |"]
+    sides = [_read_parts(held_out, end) for end in ("first", "final")]
+    steps = f"step {first.get('step', 0)}", f"step {final.get('step')}"
+    rows = [["", *steps, "change"], ["---"] * 4]
     for key, label in _FIGURES.items():
         if isinstance(final.get(key), int | float):
-            rows.append(f"| {label} | {_show(first.get(key))} | {_show(final[key])} |")
+            parts = (side.get(key) for side in sides)
+            rows.append([label, *_show_row(first.get(key), final[key], *parts)])
+    width = 4 if any(row[3] for row in rows[2:]) else 3
+    lines = [f"| {' | '.join(row[:width])} |" for row in rows]
+    if (count := max(map(len, sides[1].values()), default=0)) > 1:
+        paired = ", paired for a change" if width == 4 else ""
+        lines += ["", f"±: 95% intervals over {count} held-out batches{paired}."]
     if step is not None and final.get("step") != step:
-        rows += ["", f"The weights are those of step {step}, not of the step of the last figures."]
-    return rows
+        lines += ["", f"The weights are those of step {step}, not of the step of the last figures."]
+    return lines
+
+
+def _read_parts(held_out: Mapping[str, Any], end: str) -> dict[str, list[Part]]:
+    """The means of each batch, by figure; without those that a batch has no number of."""
+    columns = (held_out.get("batches") or {}).get(end) or {}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    known = [key for key in _FIGURES if None not in columns.get(key, [None]) and key != "tokens"]
+    return {key: list_parts(rows, key) for key in known}
+
+
+def _show_row(
+    first: object, final: int | float, before: list[Part] | None, now: list[Part] | None
+) -> tuple[str, str, str]:
+    """A figure before and after, and its change if its batches say how sure that is."""
+    ends = _show(first) + show_bound(before), _show(final) + show_bound(now)
+    bound = show_bound(now, before) if before and before != now else ""
+    if not bound or not isinstance(first, int | float):
+        return *ends, ""
+    return *ends, _show(final - first) + bound
+
+
+def show_bound(now: Sequence[Part] | None, before: Sequence[Part] | None = None) -> str:
+    """Half of a figure's 95% interval, " ± 0.012", or of its change since `before`.
+
+    Without two batches, or with others before, "".
+    """
+    if not now or (before and [x.count for x in before] != [x.count for x in now]):
+        return ""
+    bound = find_bound(now, before)
+    return f" ± {bound:.2g}" if math.isfinite(bound) else ""
 
 
 def _show(value: object) -> str:

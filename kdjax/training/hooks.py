@@ -1,7 +1,7 @@
 """Hooks watch a run and may stop it: the loop calls them in order and knows none by name."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,9 @@ class Hook:
 
     def step_end(self, record: StepRecord) -> bool | None:
         """After each step, in order. True stops the run: saved, not evaluated, "interrupted"."""
+
+    def eval_batches(self, step: int, batches: Sequence[Mapping[str, float]]) -> None:
+        """Before `eval_end`: the figures of each held-out batch that has a weighted position."""
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """After each held-out evaluation; step 0 is before training."""

@@ -211,11 +211,13 @@ class _Loop:
         params = job.step.add_extra(seen, state)
         sums = read_sums(job.step.sum_evaluation, params, job.teacher_params, job.eval_batches())
         figures = merge_sums(sums, loss, job.heldout_bytes)
+        batches = split_figures(sums, loss)
         for hook in self._hooks:
+            hook.eval_batches(step, batches)
             hook.eval_end(step, figures)
         for hook in self._hooks:
             hook.student(step, seen)
-        self._judge.see(step, figures, split_figures(sums, loss))
+        self._judge.see(step, figures, batches)
         self._delivery.restart_clock()
 
     def _save(self, step: int, state: TrainState, *, unjudged: bool = False) -> None:

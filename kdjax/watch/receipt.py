@@ -16,7 +16,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ _PACKAGES = (
     "transformers",
 )
 _PLAN = "choice", "peak", "resident", "phases", "limit"
+_NO_MEANS = "student_perplexity", "teacher_perplexity", "temperature"
 _ENVIRONMENT = ("KDJAX_", "XLA_", "JAX_", "MANAGED_MEMORY", "TF_FORCE_UNIFIED_MEMORY", "NVIDIA_TF")
 
 
@@ -96,7 +97,7 @@ class Receipt(Hook):
             "tokens": saves.get(str(run.start_step)) if run.start_step else 0.0,
             "tokens_at_saves": saves,
             "positions": run.start_step * self._per_step,  # padding included
-            "held_out": {"first": resumed.get("held_out", {}).get("first"), "final": None},
+            "held_out": _begin_held_out(resumed.get("held_out", {})),
             "output": None,
             "best": resumed.get("best"),
             "smoke": None,
@@ -110,6 +111,15 @@ class Receipt(Hook):
         self._record["positions"] = record.step * self._per_step
         if self._record["tokens"] is not None:
             self._record["tokens"] += record.figures["tokens"]
+
+    def eval_batches(self, step: int, batches: Sequence[Mapping[str, float]]) -> None:
+        """Records the batches' figures, of which a model card makes intervals."""
+        names = [name for name in batches[0] if name not in _NO_MEANS]
+        held_out = self._record["held_out"]
+        found = {name: [batch[name] for batch in batches] for name in names}
+        held_out["batches"]["final"] = found
+        if held_out["first"] is None:  # else of an earlier session, which may have kept none
+            held_out["batches"]["first"] = found
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
         """Records the first and the latest held-out figures."""
@@ -186,6 +196,12 @@ def close_finished(workdir: Path, step: int) -> bool:
     _end_session(record, "finished")
     _write(workdir / RECEIPT, record, "finished")
     return True
+
+
+def _begin_held_out(earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """The first figures of the session that this one goes on from, and of their batches."""
+    batches = {"first": earlier.get("batches", {}).get("first"), "final": None}
+    return {"first": earlier.get("first"), "final": None, "batches": batches}
 
 
 def _tell_time() -> str:
@@ -320,4 +336,6 @@ def _replace_non_finite(value: Any) -> Any:
     """Replaces numbers that JSON cannot hold by None."""
     if isinstance(value, Mapping):
         return {key: _replace_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
