@@ -137,7 +137,7 @@ def test_the_start_is_a_candidate_where_it_is_saved():
 
 
 def test_an_interval_is_students_t_over_batches():
-    """As SciPy computes it of numbers with equal weights; the batches of a growth are paired."""
+    """SciPy has it for numbers of equal weights; the batches of a growth are paired."""
     before, now = np.array([1.0, 4.0, 2.0, 7.0]), np.array([1.5, 4.1, 2.7, 7.4])
     sides = [[Part(x, 8.0) for x in side] for side in (before, now)]
     for found, numbers in (

@@ -228,7 +228,7 @@ def test_a_card_without_records_claims_nothing(student):
 
 
 def test_a_card_has_the_intervals_that_batches_allow(student):
-    """Of two batches with 1 and 3 positions; worked by hand, t = 12.7062 of one degree."""
+    """Two batches with 1 and 3 positions, worked by hand; t of one degree is 12.7062."""
     first = {"step": 0, "student_ce": 3.5, "student_perplexity": 33.1, "kl": 0.5, "tokens": 4}
     final = {"step": 9, "student_ce": 2.75, "student_perplexity": 15.6, "kl": 0.25, "tokens": 4}
     counts = {"tokens": [1.0, 3.0]}

@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def refuse_beside_fields(self, unknown: Sequence[str]) -> None:
-        """As `refuse`, but for `--config.field=value`."""
+        """Does what `refuse` does, but for `--config.field=value`."""
         self.refuse([text for text in unknown if not _OVERRIDE.match(text)])
 
     def refuse(self, unknown: Sequence[str]) -> None:
