@@ -182,7 +182,7 @@ def test_costs_are_measured(models):
         (["--cost-ratio=0.1"], "needs --draft"),
         (["--data=x", "--draft=own", "--parse-special"], "no meaning with --draft"),
         (["--data=x", "--draft=own", "--teacher=t.gguf"], "the target drafts for itself"),
-        (["--data=x", "--draft=small.gguf"], "found no GGUF file of a head"),
+        (["--data=x", "--draft=small.gguf"], "found no file or folder of a head"),
         (["--teacher=t.gguf", "--data=x", "--draft", "--cost-ratio=0"], "must be a number above 0"),
         (["--teacher=t.gguf", "--data=x", "--draft", "--cost-ratio=inf"], "a number above 0"),
     ],

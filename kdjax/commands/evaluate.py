@@ -85,7 +85,7 @@ def parser() -> Parser:
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
     draft = "measure instead the target as a draft for --teacher: --rows prompts of --data, "
     draft += "which the teacher continues; own: its drafting block as a draft for the target; a "
-    draft += "GGUF file: a DSpark or DFlash head for it"
+    draft += "GGUF file or a folder of speculators: a DSpark or DFlash head for it"
     add("--draft", nargs="?", const=OTHER, default="", metavar="WHAT", help=draft)
     ratio = "a pass of the draft, in passes of the teacher; default: measured here, on one row"
     add("--cost-ratio", type=float, metavar="C", help=ratio)
@@ -161,8 +161,8 @@ def check(args: argparse.Namespace) -> Request:
     own = args.draft not in ("", OTHER)
     if own and args.draft != OWN_BLOCK and not is_head(Path(args.draft)):
         raise UserError(
-            f"--draft={args.draft}: found no GGUF file of a head; expected one, {OTHER} or "
-            f"{OWN_BLOCK}. A separate model is the target: --teacher names what it drafts for."
+            f"--draft={args.draft}: found no file or folder of a head; expected one, {OTHER} "
+            f"or {OWN_BLOCK}. A separate model is the target: --teacher names what it drafts for."
         )
     if own and (args.teacher or not args.data):
         raise UserError(

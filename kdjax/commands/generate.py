@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         default="",
         metavar="SMALL",
         help=f"a model that drafts, in any of these forms, a DSpark or DFlash head for MODEL "
-        f"(GGUF), or {OWN_BLOCK}: the block in its file",
+        f"(GGUF, or a folder of speculators), or {OWN_BLOCK}: the block in its file",
     )
     add("--draft-tokens", type=int, metavar="N", help="drafted a pass (5), with --draft")
     text = "a head's drafts end before one of less confidence (%(default)s)"

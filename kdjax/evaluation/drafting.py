@@ -29,12 +29,11 @@ from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
 from kdjax.evaluation.heldout import POSITIONS, Values, compare, compare_own, shared_spec
 from kdjax.evaluation.target import Target
-from kdjax.formats import open_table
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoding import pad_length
 from kdjax.models.draft_functions import DraftFunctions
 from kdjax.models.dspark import DSparkFunctions
-from kdjax.models.dspark_files import is_head, load_head, read_shape
+from kdjax.models.dspark_files import is_head, load_head, open_head_table, read_shape
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block, take_block
 from kdjax.models.speculation import BlockWriter, HeadWriter, time_drafts
@@ -88,8 +87,8 @@ def find_own(draft: str, served: Checkpoint) -> OwnDraft | None:
 
 
 def open_head(path: Path, served: Checkpoint) -> OwnDraft:
-    """A file's head as what drafts for a model; raises `UserError` for a head of another one."""
-    shape = read_shape(open_table(path), served.spec)
+    """A file's or folder's head as what drafts for a model; raises `UserError` for another's."""
+    shape = read_shape(open_head_table(path), served.spec)
     return OwnDraft(functools.partial(load_head, path), shape.drafts)
 
 

@@ -1,4 +1,4 @@
-"""Heads that draft (`models.dspark`): drawn, read from llama.cpp's files, attached to a target."""
+"""Heads that draft (`models.dspark`): drawn, read from files, attached to a target."""
 
 import dataclasses
 import math
@@ -28,6 +28,7 @@ from kdjax.models.dspark import (
     draw_head,
     trace_head,
 )
+from kdjax.models.dspark_hub import is_folder, open_folder
 from kdjax.models.families import FAMILIES
 from kdjax.models.model import Model
 from kdjax.models.names import name_of
@@ -129,10 +130,15 @@ def _check_taps(taps: tuple[int, ...], model: Model) -> None:
 
 
 def is_head(path: Path) -> bool:
-    """Whether it is a GGUF file of a head, DFlash or DSpark."""
+    """Whether it is a GGUF file of a head, DFlash or DSpark, or a folder of speculators."""
     if path.suffix != ".gguf" or not path.is_file():
-        return False
+        return is_folder(path)
     return open_table(path).metadata.get("general.architecture") == ARCHITECTURE
+
+
+def open_head_table(path: Path) -> TensorTable:
+    """The table of a head's file or folder, with llama.cpp's names."""
+    return open_folder(path, ARCHITECTURE, MASK) if is_folder(path) else open_table(path)
 
 
 def choose_mask(tokenizer: Tokenizer | None) -> int:
@@ -155,11 +161,12 @@ def attach_head(model: Model, shape: DSparkShape, head: Params) -> Model:
 
 
 def load_head(path: str | os.PathLike[str], model: Model, *, dtype: DTypeLike = "float32") -> Model:
-    """Reads a DSpark or DFlash head from a GGUF file of llama.cpp, as what drafts for `model`.
+    """Reads a DSpark or DFlash head, as what drafts for `model`.
 
-    Its numbers get `dtype`. Raises `UserError` for a file of another kind or for another target.
+    `path` is a GGUF file of llama.cpp or a folder of speculators. Its numbers get `dtype`. Raises
+    `UserError` for a file of another kind or for another target.
     """
-    table = open_table(Path(path))
+    table = open_head_table(Path(path))
     if model.spec is None or not isinstance(model.functions, DecoderFunctions):
         raise UserError(f"{model.name}: found a custom module; expected a model of kdjax.load.")
     shape = read_shape(table, model.spec)

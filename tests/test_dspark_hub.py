@@ -1,0 +1,177 @@
+"""Heads in speculators' folders: read as they are there, or refused by the entry that differs."""
+
+import json
+
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import save_file
+from test_dspark import model, path, unsettle
+
+import kdjax
+from kdjax.commands import generate
+from kdjax.errors import UserError
+from kdjax.evaluation import drafting
+from kdjax.models.checkpoint import open_checkpoint
+
+__all__ = ["model", "path"]  # fixtures
+pytestmark = pytest.mark.usefixtures("one_device")
+
+NAMES = {
+    "fc/weight": "fc.weight",
+    "fc_norm/weight": "hidden_norm.weight",
+    "norm/weight": "norm.weight",
+    "markov": "markov_head.markov_w1.weight",
+    "bias": "markov_head.markov_w2.weight",
+    "confidence/weight": "confidence_head.proj.weight",
+    "confidence/bias": "confidence_head.proj.bias",
+    "blocks/attn_norm/weight": "layers.{i}.input_layernorm.weight",
+    "blocks/attn/q/weight": "layers.{i}.self_attn.q_proj.weight",
+    "blocks/attn/k/weight": "layers.{i}.self_attn.k_proj.weight",
+    "blocks/attn/v/weight": "layers.{i}.self_attn.v_proj.weight",
+    "blocks/attn/o/weight": "layers.{i}.self_attn.o_proj.weight",
+    "blocks/attn/q_norm/weight": "layers.{i}.self_attn.q_norm.weight",
+    "blocks/attn/k_norm/weight": "layers.{i}.self_attn.k_norm.weight",
+    "blocks/mlp_norm/weight": "layers.{i}.post_attention_layernorm.weight",
+    "blocks/mlp/gate/weight": "layers.{i}.mlp.gate_proj.weight",
+    "blocks/mlp/up/weight": "layers.{i}.mlp.up_proj.weight",
+    "blocks/mlp/down/weight": "layers.{i}.mlp.down_proj.weight",
+}
+DRAFTS = 3
+
+
+@pytest.fixture(scope="module", params=["dspark", "dflash"])
+def head(model, request):
+    rank = 8 if request.param == "dspark" else 0
+    return unsettle(kdjax.make_head(model, seed=1, layers=2, slots=DRAFTS, rank=rank, taps=(0, 2)))
+
+
+def write_folder(folder, model, head, **others):
+    """Writes a head as speculators 0.9 does; `others` are further tensors."""
+    folder.mkdir()
+    shape, tensors = head.functions.shape, dict(others)
+    for key, x in flatten_dict(head.params["dspark"], sep="/").items():
+        layers = x if key.startswith("blocks/") else x[None]
+        tensors |= {NAMES[key].format(i=i): np.array(row) for i, row in enumerate(layers)}
+    # Copies of the target's, which do not train there.
+    embed = np.asarray(model.params["embed"])[: model.real_vocab]
+    save_file(
+        tensors | {"embed_tokens.weight": embed, "lm_head.weight": embed.copy()},
+        folder / "model.safetensors",
+    )
+    spec, dspark = shape.spec, shape.kind == "dspark"
+    layers = {
+        "attention_bias": False,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.mlp_size,
+        "layer_types": ["full_attention"] * 2,
+        "max_position_embeddings": spec.max_positions,
+        "model_type": "qwen3",
+        "num_attention_heads": spec.num_heads,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": spec.num_kv_heads,
+        "rms_norm_eps": spec.rms_eps,
+        "rope_parameters": {"rope_theta": spec.rope_theta, "rope_type": "default"},
+        "sliding_window": None,
+        "vocab_size": spec.vocab_size,
+    }
+    config = {
+        "aux_hidden_state_layer_ids": [0, 2],
+        "block_size": DRAFTS if dspark else DRAFTS + 1,
+        "draft_vocab_size": spec.vocab_size,
+        "mask_token_id": shape.mask,
+        "sample_from_anchor": dspark,
+        "speculators_model_type": shape.kind,
+        "transformer_layer_config": layers,
+    }
+    if dspark:
+        config |= {"confidence_head_with_markov": True, "markov_head_type": "vanilla"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def change(folder, name, value):
+    """Sets an entry of the config, or of its layers; None takes it out."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    layers = config["transformer_layer_config"]
+    place = layers if name in layers else config
+    place.pop(name, None)
+    if value is not None:
+        place[name] = value
+    file.write_text(json.dumps(config))
+
+
+def test_a_folder_has_the_head(path, model, head, tmp_path):
+    """Its numbers and sizes, from both versions of Transformers' config; a GGUF file is made."""
+    folder = write_folder(tmp_path / "head", model, head)
+    read = kdjax.load_head(folder, model)
+    assert read.functions.shape == head.functions.shape
+    ours, theirs = (flatten_dict(x.params["dspark"], sep="/") for x in (head, read))
+    assert ours.keys() == theirs.keys()
+    for key, x in ours.items():
+        np.testing.assert_array_equal(theirs[key], x)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    layers = config["transformer_layer_config"]
+    layers["rope_theta"] = layers.pop("rope_parameters")["rope_theta"]
+    file.write_text(json.dumps(config))
+    assert kdjax.load_head(folder, model).functions.shape == head.functions.shape
+    kdjax.export_head(read, tmp_path / "head.gguf", dtype="f32")
+    assert kdjax.load_head(tmp_path / "head.gguf", model).functions.shape == head.functions.shape
+    own = drafting.find_own(str(folder), open_checkpoint(str(path)))
+    assert own is not None and own.most == DRAFTS
+
+
+@pytest.mark.slow
+def test_generate_drafts_with_a_folder(path, model, head, tmp_path, capsys):
+    folder = write_folder(tmp_path / "head", model, head)
+    how = [str(path), "--prompt=a b c", "--max-tokens=9", "--temperature=0"]
+    said = []
+    for more in ([], [f"--draft={folder}", f"--draft-tokens={DRAFTS}"]):
+        assert generate.main([*how, *more]) == 0
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out and "accepted" in said[1].err + said[1].out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("speculators_model_type", "eagle3", "found speculators_model_type='eagle3'; expected 'ds"),
+        ("model_type", "llama", "found model_type='llama'; expected 'qwen3', of a head that kdjax"),
+        ("draft_vocab_size", 64, "found draft_vocab_size=64; expected 305"),
+        ("layer_types", ["sliding_attention"], "found layer_types='sliding_attention'; expected"),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, "found rope_type='yarn'; ex"),
+        ("attention_bias", True, "found attention_bias=True; expected False"),
+        ("mask_token_id", None, "found mask_token_id=None; expected a number"),
+        ("head_dim", "32", "found head_dim='32'; expected a number"),
+        ("aux_hidden_state_layer_ids", None, "found aux_hidden_state_layer_ids=None; expected num"),
+        ("hidden_size", 96, "found a head of width 96; expected 128, the model's"),
+        ("transformer_layer_config", None, "found no transformer_layer_config; expected one"),
+    ],
+)
+def test_entries_that_kdjax_does_not_compute_are_refused(model, tmp_path, name, value, message):
+    made = kdjax.make_head(model, layers=2, slots=DRAFTS, rank=0, taps=(0, 2))
+    folder = write_folder(tmp_path / "head", model, made)
+    change(folder, name, value)
+    with pytest.raises(UserError, match=message):
+        kdjax.load_head(folder, model)
+
+
+def test_parts_that_kdjax_does_not_compute_are_refused(model, tmp_path):
+    made = kdjax.make_head(model, layers=2, slots=DRAFTS, rank=4, taps=(0, 2))
+    gate = {"markov_head.gate_proj.weight": np.zeros((4, 4), np.float32)}
+    folder = write_folder(tmp_path / "head", model, made, **gate)
+    with pytest.raises(UserError, match=r"found a tensor markov_head.gate_proj.weight; expected"):
+        kdjax.load_head(folder, model)
+    for name, value in (
+        ("markov_head_type", "gated"),
+        ("sample_from_anchor", False),
+        ("confidence_head_with_markov", False),
+    ):
+        folder = write_folder(tmp_path / name, model, made)
+        change(folder, name, value)
+        with pytest.raises(UserError, match=f"found {name}={value!r}; expected "):
+            kdjax.load_head(folder, model)
