@@ -57,8 +57,8 @@ from kdjax.models.nextn import take_block
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.progress import counted
 from kdjax.training.heldout import compute_perplexity, count_bits
-from kdjax.training.pair import align
-from kdjax.training.vocabulary import Vocabulary, share_tokens
+from kdjax.training.pair import choose_vocabulary
+from kdjax.training.vocabulary import Vocabulary
 
 _log = logging.getLogger("kdjax")
 
@@ -373,37 +373,28 @@ def _precision(*targets: Target | None) -> contextlib.AbstractContextManager[Any
 
 def shared_spec(model: Checkpoint, teacher: Checkpoint | None) -> HeadSpec:
     """Head of the comparison of two models; raises `UserError` if their vocabularies differ."""
-    return _make_spec(_prove_shared(model, teacher))
+    return _make_spec(shared_vocabulary(model, teacher, "same"))
 
 
 def _make_spec(shared: Vocabulary) -> HeadSpec:
     return HeadSpec(KDLoss(), shared.width, shared.real, chunk_tokens=COMPARED_CHUNK)
 
 
-def shared_vocabulary(model: Checkpoint, teacher: Checkpoint | None) -> Vocabulary:
-    """Finds the compared ids: of two tokenizers the ids that both have."""
-    try:
-        return _prove_shared(model, teacher)
-    except UserError as error:
-        assert teacher is not None
-        _log.warning("two tokenizers: %s", error)
-    rows = model.spec.vocab_size, teacher.spec.vocab_size
-    shared = share_tokens(model.tokenizer, teacher.tokenizer, *rows)
-    _log.info("%s", shared.describe())
-    return shared
+def shared_vocabulary(
+    model: Checkpoint, teacher: Checkpoint | None, asked: str = "auto"
+) -> Vocabulary:
+    """Finds the compared ids, of two tokenizers those that both have.
 
-
-def _prove_shared(model: Checkpoint, teacher: Checkpoint | None) -> Vocabulary:
-    """Counts the ids of one tokenizer; raises `UserError` for models of two."""
+    `asked` is as for `choose_vocabulary`; either of the models may have the larger vocabulary.
+    """
+    rows, tokenizer = model.spec.vocab_size, model.tokenizer
     if teacher is None:
-        real = min(model.tokenizer.vocab_size, model.spec.vocab_size)
-        return Vocabulary(model.spec.vocab_size, real)
-
-    def sizes(model: Checkpoint) -> tuple[int, int]:
-        return model.spec.vocab_size, model.tokenizer.vocab_size
-
-    narrow, wide = sorted((model, teacher), key=sizes)
-    return align(sizes(narrow)[0], sizes(wide)[0], narrow.tokenizer, wide.tokenizer)
+        return Vocabulary(rows, min(tokenizer.vocab_size, rows))
+    sizes = rows, teacher.spec.vocab_size
+    shared = choose_vocabulary(*sizes, tokenizer, teacher.tokenizer, asked, either=True)
+    if shared.record:
+        _log.info("%s", shared.describe())
+    return shared
 
 
 def _figures(

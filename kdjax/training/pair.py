@@ -172,21 +172,26 @@ def choose_vocabulary(
     student: Tokenizer,
     teacher: Tokenizer,
     asked: str = "auto",
+    *,
+    either: bool = False,
 ) -> Vocabulary:
     """Proves that two models have one vocabulary, or maps the ids of two tokenizers.
 
     `asked` is `loss.vocabulary`: "same" raises `UserError` if the proof fails, "auto" says so and
-    maps, "shared" maps without a proof.
+    maps, "shared" maps without a proof. With `either` the teacher's vocabulary may as well be the
+    beginning of the student's, as where models are compared and none trains.
     """
-    sizes = student_rows, teacher_rows
+    ours, theirs = (student_rows, student), (teacher_rows, teacher)
+    if either and (teacher_rows, teacher.vocab_size) < (student_rows, student.vocab_size):
+        ours, theirs = theirs, ours
     if asked != "shared":
         try:
-            return align(*sizes, student, teacher)
+            return align(ours[0], theirs[0], ours[1], theirs[1])
         except UserError as error:
             if asked == "same":
                 raise
-            _log.warning("two tokenizers (loss.vocabulary=auto): %s", error)
-    return share_tokens(student, teacher, *sizes)
+            _log.warning("two tokenizers: %s", error)
+    return share_tokens(student, teacher, student_rows, teacher_rows)
 
 
 def align(
