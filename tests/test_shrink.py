@@ -437,7 +437,7 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
     card = out.with_suffix(".md").read_text()
     assert source.sha256 in card and "\n0 matrices have the type of the source" in card
     gain = (
-        r"\nKL of small.gguf, by GPTQ, less that of q5_0, with importance: (-0\.\d+) ± [\d.e-]+\."
+        r"\nKL of small.gguf, by GPTQ, less the KL of q5_0, with importance: (-0\.\d+) ± [\d.e-]+\."
     )
     for page in (said, card):
         assert float(re.search(gain, page)[1]) == pytest.approx(

@@ -389,7 +389,7 @@ def _format_table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     (recipe, first), *_, (file, last) = found.items()
     if bound := show_bound(last["parts"]["kl"], first["parts"]["kl"]):
         gap, count = last["kl"] - first["kl"], len(last["parts"]["kl"])
-        lines += ["", f"KL of {file}, less that of {recipe}: {gap:.4f}{bound}."]
+        lines += ["", f"KL of {file}, less the KL of {recipe}: {gap:.4f}{bound}."]
         lines.append(f"±: 95% intervals over {count} batches of rows, paired for a difference.")
     return lines
 
