@@ -218,6 +218,16 @@ def test_a_resumed_run_keeps_its_first_start(finished, tmp_path):
     assert verify(tmp_path / "run")
 
 
+def test_batches_of_a_later_step_are_not_taken_for_the_first():
+    """The receipt of an earlier version has first figures, and not those of their batches."""
+    hook, found = receipt.Receipt.__new__(receipt.Receipt), [{"kl": 1.0, "tokens": 2.0}]
+    for earlier, first in (({"first": {"step": 0}}, None), ({}, {"kl": [1.0], "tokens": [2.0]})):
+        hook._record = {"held_out": receipt._begin_held_out(earlier)}
+        hook.eval_batches(5, found)
+        batches = hook._record["held_out"]["batches"]
+        assert batches == {"first": first, "final": {"kl": [1.0], "tokens": [2.0]}}
+
+
 def test_a_killed_session_is_told_apart(finished, copied):
     job, _, probe, straight = finished
     shutil.rmtree(copied / "checkpoints" / "10")
