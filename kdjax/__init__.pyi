@@ -23,8 +23,9 @@ from .models.checkpoint import Checkpoint as Checkpoint
 from .models.checkpoint import open_checkpoint as open_checkpoint
 from .models.decoding import Completion as Completion
 from .models.decoding import Sampling as Sampling
-from .models.dspark_files import load_head as load_head
-from .models.dspark_files import make_head as make_head
+from .models.heads import load_head as load_head
+from .models.heads import make_eagle as make_eagle
+from .models.heads import make_head as make_head
 from .models.lora import add_lora as add_lora
 from .models.lora import merge_lora as merge_lora
 from .models.model import Model as Model
@@ -32,6 +33,7 @@ from .models.model import load as load
 from .models.nextn import take_block as take_block
 from .training.forms import Adapters as Adapters
 from .training.forms import DraftBlock as DraftBlock
+from .training.forms import DraftEagle as DraftEagle
 from .training.forms import DraftHead as DraftHead
 from .training.forms import Form as Form
 from .training.forms import Rounded as Rounded

@@ -54,6 +54,7 @@ OWN = "own:"  # prefix, in loss.divergence, of the name of a user-defined functi
 OWN_BLOCK = "own"  # as student.block and --draft: the drafting block in the model's file
 NEW = "new"  # as student.block: a random one, in place of the file's
 DSPARK = "dspark"  # as student.block: a new head that reads inner states (`models.dspark`)
+EAGLE3 = "eagle3"  # another kind of head (`models.eagle`)
 SELF = "self"  # as teacher.path: the student's initial weights, frozen
 
 
@@ -102,7 +103,7 @@ class StudentConfig:
     start: str = ""  # masters and scales to begin from, as `kdjax shrink` writes them; "": fitted
     head: str = "auto"  # auto | tied | untied; auto: as the header says, or one matrix in GGUF
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
-    block: str = ""  # own | new (MTP) | dspark: block to train, for teacher.path=self; "": none
+    block: str = ""  # own | new (MTP) | dspark | eagle3: what to train, for teacher.path=self
     later_drafts: str = ""  # weights of a pass's drafts after the first, such as 0.6,0.35; "": none
     dspark: DSparkConfig = field(default_factory=DSparkConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -607,8 +608,8 @@ _RULES: dict[str, _Rule] = {
     "student.head": _choice("auto", "tied", "untied"),
     "student.remat": _choice("auto", "none", "dots", "full"),
     "student.block": (
-        (lambda v: v in ("", OWN_BLOCK, NEW, DSPARK)),
-        "empty, or one of own (the file's), new and dspark (both drawn by train.seed)",
+        (lambda v: v in ("", OWN_BLOCK, NEW, DSPARK, EAGLE3)),
+        "empty, or one of own (the file's), new, dspark and eagle3 (all drawn by train.seed)",
     ),
     "student.dspark.layers": _POSITIVE,
     "student.dspark.slots": ((lambda v: 1 <= v <= 64), "between 1 and 64"),

@@ -35,7 +35,8 @@ from kdjax.export.heads import export_head
 from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from kdjax.models.dspark import place_anchors
-from kdjax.models.dspark_files import MASK, load_head, make_head
+from kdjax.models.dspark_files import MASK
+from kdjax.models.heads import load_head, make_head
 from kdjax.training.forms import DraftHead
 
 __all__ = ["model", "path"]  # fixtures

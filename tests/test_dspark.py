@@ -19,7 +19,7 @@ from kdjax.errors import UserError
 from kdjax.export.heads import export_head
 from kdjax.formats import open_table
 from kdjax.models.dspark import place_anchors, spread_taps
-from kdjax.models.dspark_files import load_head, make_head
+from kdjax.models.heads import load_head, make_head
 from kdjax.training.forms import DraftHead
 from scripts.bench.synthetic import QWEN3_SHAPES, write_random_gguf
 from scripts.checks import llama_answers

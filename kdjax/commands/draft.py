@@ -11,8 +11,8 @@ variation, which is the share of its drafts that the model rejects. The layers s
 for bit. (Rates of delta layers are stored as logarithms; they stay so if they were bfloat16, as in
 published models, else they may change in the last bit.) For a model without a block --new begins
 one. --kind=dspark or dflash trains a head that reads inner states of MODEL and drafts several
-tokens in one pass, for llama.cpp's draft-dspark or draft-dflash. --kind=small trains a small model
-of the same vocabulary.
+tokens in one pass, for llama.cpp's draft-dspark or draft-dflash; --kind=eagle3 trains one that
+drafts a token a pass, for draft-eagle3. --kind=small trains a small model of the same vocabulary.
 
 The parts: answers, training, export, proof. Each is stored next to --out, and the same command goes
 on from there. The training is a run of `kdjax train`: --config.FIELD=VALUE sets any other field.
@@ -44,7 +44,7 @@ from kdjax.commands.parsing import (
 )
 from kdjax.commands.plan import add_machine_flags, find_machine, plan_run
 from kdjax.commands.train import ENDS, carry_out, check_workdir
-from kdjax.config import DSPARK, NEW, OWN_BLOCK, SELF, Config, validate
+from kdjax.config import DSPARK, EAGLE3, NEW, OWN_BLOCK, SELF, Config, set_fields, validate
 from kdjax.device import cluster, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import drafting
@@ -59,7 +59,7 @@ from kdjax.formats.files import make_place
 from kdjax.formats.saved import read_receipt
 from kdjax.models.checkpoint import Checkpoint, ModelArgument, open_checkpoint, open_step
 from kdjax.models.drafts import check_same_ids, warn_if_refused, why_refused
-from kdjax.models.dspark_files import check_tapped, load_saved_head, read_shape
+from kdjax.models.heads import check_tapped, load_saved_head, read_shape
 from kdjax.models.nextn import find_block, pack_block, take_block
 from kdjax.training.inputs import prepare
 
@@ -115,9 +115,9 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """A head that reads inner states of MODEL, DSpark's or DFlash's."""
+    """A head that reads inner states of MODEL."""
 
-    fields: Mapping[str, Any]  # of `student.dspark`, other than by default
+    fields: Mapping[str, Any]  # of the run, by dotted names
 
     rate: ClassVar[float] = 6e-4
     types: ClassVar[Sequence[str]] = HEAD_TYPES
@@ -137,8 +137,7 @@ class _Head:
     def fill(self, config: Config, args: argparse.Namespace) -> None:
         """Sets what trains, and how."""
         config.teacher.path, config.student.path = SELF, _served(args)
-        config.student.block = DSPARK
-        config.student.dspark = dataclasses.replace(config.student.dspark, **self.fields)
+        set_fields(config, self.fields)
         config.loss.divergence, config.loss.alpha = "total_variation", 0.1
         config.optim.final_learning_rate = args.learning_rate / 10
 
@@ -212,10 +211,12 @@ def _list_paired(args: argparse.Namespace, kind: str, drafts: int) -> list[str]:
     ]
 
 
+_SPARK = {"student.block": DSPARK}
 _KINDS = {
     "mtp": _Block(),
-    "dspark": _Head({}),
-    "dflash": _Head({"rank": 0, "confidence": 0.0}),
+    "dspark": _Head(_SPARK),
+    "dflash": _Head(_SPARK | {"student.dspark.rank": 0, "student.dspark.confidence": 0.0}),
+    "eagle3": _Head({"student.block": EAGLE3, "student.later_drafts": "0.8,0.64"}),
     "small": _Small(),
 }
 
@@ -233,7 +234,7 @@ def _parser() -> Parser:
     parser = Parser("draft", __doc__, *ENDS)
     add = parser.add_argument
     add("model", metavar="MODEL", help="the served file, with @FORM (default: @packed)")
-    text = "mtp: the block of MODEL's own file; dspark, dflash: a head that reads its inner "
+    text = "mtp: the block of MODEL's own file; dspark, dflash, eagle3: a head of its inner "
     text += "states; small: a separate model, of --draft"
     add("--kind", choices=_KINDS, default="mtp", help=text)
     add("--draft", default="", metavar="FILE", help="with --kind=small: the model to train")

@@ -60,7 +60,7 @@ from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, ModelArgument
 from kdjax.models.decoding import Sampling, find_room
 from kdjax.models.drafts import warn_if_refused
-from kdjax.models.dspark_files import is_head
+from kdjax.models.heads import is_head
 from kdjax.models.model import Model
 
 _log = logging.getLogger("kdjax")
@@ -85,7 +85,7 @@ def parser() -> Parser:
     add("--teacher", default="", metavar="PATH[@FORM]", help="to compare with on --data")
     draft = "measure instead the target as a draft for --teacher: --rows prompts of --data, "
     draft += "which the teacher continues; own: its drafting block as a draft for the target; a "
-    draft += "GGUF file or a folder of speculators: a DSpark or DFlash head for it"
+    draft += "GGUF file or a folder of speculators: a DSpark, DFlash or EAGLE-3 head for it"
     add("--draft", nargs="?", const=OTHER, default="", metavar="WHAT", help=draft)
     ratio = "a pass of the draft, in passes of the teacher; default: measured here, on one row"
     add("--cost-ratio", type=float, metavar="C", help=ratio)

@@ -71,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         "--draft",
         default="",
         metavar="SMALL",
-        help=f"a model that drafts, in any of these forms, a DSpark or DFlash head for MODEL "
-        f"(GGUF, or a folder of speculators), or {OWN_BLOCK}: the block in its file",
+        help=f"a model that drafts, in any of these forms, a DSpark, DFlash or EAGLE-3 head for "
+        f"MODEL (GGUF, or a folder of speculators), or {OWN_BLOCK}: the block in its file",
     )
     add("--draft-tokens", type=int, metavar="N", help="drafted a pass (5), with --draft")
     text = "a head's drafts end before one of less confidence (%(default)s)"

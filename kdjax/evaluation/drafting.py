@@ -32,11 +32,11 @@ from kdjax.evaluation.target import Target
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoding import pad_length
 from kdjax.models.draft_functions import DraftFunctions
-from kdjax.models.dspark import DSparkFunctions
-from kdjax.models.dspark_files import is_head, load_head, open_head_table, read_shape
+from kdjax.models.heads import is_head, load_head, open_head_table, read_shape
 from kdjax.models.model import Model
 from kdjax.models.nextn import find_block, take_block
-from kdjax.models.speculation import BlockWriter, HeadWriter, time_drafts
+from kdjax.models.speculation import BlockWriter, TappedWriter, time_drafts
+from kdjax.models.tapped import TappedFunctions
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import unembed
 
@@ -296,13 +296,20 @@ def time_pass(model: Model, tokens: int) -> float:
 
 
 def time_block(model: Model) -> float:
-    """Median seconds of a pass of a head that drafts, of one row: all slots, and their ids."""
-    functions = model.functions
-    assert isinstance(functions, DSparkFunctions)
-    writer, params = model.as_writer("draft"), (model.params, model.params)
-    pair = HeadWriter.of(writer, writer, params, functions.shape.drafts)
-    assert isinstance(pair, HeadWriter)
+    """Median seconds of a pass of a head that drafts, of one row: all that it drafts at once."""
+    assert isinstance(model.functions, TappedFunctions)
+    pair = model.as_drafter(model.functions.shape.at_once)
+    assert isinstance(pair, TappedWriter)
     return _time(time_drafts(pair, model.params, pad_length(1), _PASSES), model)
+
+
+def time_draft(model: Model, one: float) -> Costs:
+    """Costs of a draft's passes, of which the teacher's over one token takes `one` second."""
+    functions = model.functions
+    if not isinstance(functions, TappedFunctions):
+        return Costs(time_pass(model, 1) / one)
+    cost = time_block(model) / one
+    return Costs(0.0, once=cost) if functions.shape.at_once > 1 else Costs(cost)
 
 
 def _time(run: Callable[[], Any], model: Model) -> float:
@@ -392,10 +399,7 @@ def measure(
         one, several = seconds
         model = draft.load(mesh) if draft else own.attach(teacher.load(mesh))
         more = (several - one) / one / (_SEVERAL - 1)
-        if isinstance(model.functions, DSparkFunctions):
-            costs = Costs(0.0, more, time_block(model) / one)
-        else:
-            costs = Costs(time_pass(model, 1) / one, more)
+        costs = time_draft(model, one)._replace(more=more)
     figures = count_saved(texts, read, costs)
     return {"costs": costs._asdict() | {"measured": cost_ratio is None}, "domains": figures}
 

@@ -1,4 +1,4 @@
-"""Writes a head that drafts (`models.dspark`) as a GGUF file, for llama.cpp."""
+"""Writes a head that drafts (`models.tapped`) as a GGUF file, for llama.cpp."""
 
 import os
 from pathlib import Path
@@ -14,9 +14,9 @@ from kdjax.export.staging import stage
 from kdjax.formats.blocks import encode
 from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.formats.recipes import RECIPES
-from kdjax.models.dspark import HEAD, DSparkFunctions
-from kdjax.models.dspark_files import ARCHITECTURE, list_entries, list_head, read_shape
+from kdjax.models.heads import FORMATS, list_head, read_shape
 from kdjax.models.model import Model
+from kdjax.models.tapped import TappedFunctions
 
 HEAD_TYPES = ("f32", "f16", "bf16")
 
@@ -24,36 +24,41 @@ HEAD_TYPES = ("f32", "f16", "bf16")
 def export_head(
     model: Model, out: str | os.PathLike[str], *, dtype: str = "f16", overwrite: bool = False
 ) -> None:
-    """Writes the head of a model of `kdjax.make_head`; `dtype` of matrices is of `HEAD_TYPES`.
+    """Writes a head as a GGUF file; `dtype`, of matrices, is one of `HEAD_TYPES`.
 
-    Embedding and unembedding are the target's and not in the file. A Q8_0 head is refused: it was
-    slower, by 21% where F16 was 18% faster. Raises `UserError` for a model without a head, and
-    for numbers that are not finite; both leave nothing.
+    `model` is of `kdjax.make_head` or `kdjax.make_eagle`. Embedding and unembedding are the
+    target's and not in the file. A Q8_0 head is refused: it was slower, by 21% where F16 was 18%
+    faster. Raises `UserError` for a model without a head, and for numbers that are not finite;
+    both leave nothing.
     """
     functions = model.functions
-    if not isinstance(functions, DSparkFunctions) or model.checkpoint is None:
-        raise UserError(f"{model.name}: found no head; expected a model of kdjax.make_head.")
+    if not isinstance(functions, TappedFunctions) or model.checkpoint is None:
+        raise UserError(
+            f"{model.name}: found no head; expected a model of kdjax.make_head or kdjax.make_eagle."
+        )
     if dtype not in HEAD_TYPES:
         raise UserError(f"found type {dtype!r}; expected one of {', '.join(HEAD_TYPES)}.")
     shape, checkpoint = functions.shape, model.checkpoint
-    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params[HEAD])
+    form = FORMATS[shape.part]
+    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params[shape.part])
     rows = []
     for tensor in list_head(shape):
         leaf = flat[tensor.path]
         numbers = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer], np.float32)
         if not np.all(np.isfinite(numbers)):
             raise UserError(f"found numbers in {tensor.name} that are not finite; expected none.")
+        numbers = np.ascontiguousarray(tensor.layout.write_order(numbers))
         kind = dtype.upper() if numbers.ndim > 1 else "F32"
         rows.append((tensor.name, kind, numbers.shape, encode(numbers, kind)))
     values = vocabulary.gguf_values(
         checkpoint.tokenizer, checkpoint.tokenizer_files, shape.spec.vocab_size
     )
     metadata = {
-        "general.architecture": ARCHITECTURE,
+        "general.architecture": form.architecture,
         "general.type": "model",
         "general.name": f"{Path(out).stem}",
         **values,
-        **list_entries(shape),
+        **form.list_entries(shape),
         "general.file_type": RECIPES[dtype].file_type,
         "general.quantization_version": 2,
     }

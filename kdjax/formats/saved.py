@@ -35,7 +35,7 @@ RECEIPT = "receipt.json"
 FORM = "form"  # in `run`, of a rounded student: its block types, and the text that chose them
 LORA = "lora"  # in `run`, of a student with adapters: their rank and matrices
 BLOCK = "block"  # in `run`, of a block that drafts, trained alone: true
-SPARK = "dspark"  # in `run`, of a head that drafts: its sizes
+HEADS = "dspark", "eagle3"  # in `run`, of a head that drafts: its sizes, by its kind
 BEST = "best"  # in `run`: the best step so far, and the held-out figure that chose it
 UNDECAYED = "undecayed"  # in `run`: rates of delta layers, which earlier versions decayed
 CHECKSUMS, DIGEST = "checksums", "sha256"  # of the arrays; of everything else in `run`
@@ -46,6 +46,11 @@ LayerNumbers = tuple[int, ...] | None  # numbers of layers in a stack; None for 
 _SHOWN = 3  # arrays that a message names
 _END = 80  # characters of a library's message that are shown of its beginning and of its end
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def find_head(form: Mapping[str, Any]) -> str | None:
+    """The kind of the head, of `HEADS`, that a record of a form is of; None for another form."""
+    return next((kind for kind in HEADS if kind in form), None)
 
 
 class OrbaxPath(type(epath.Path())):  # type: ignore[misc]

@@ -26,11 +26,12 @@ from kdjax.formats.safetensors import ADAPTER_CONFIG
 from kdjax.formats.saved import (
     BLOCK,
     CHECKPOINTS,
+    HEADS,
     LORA,
     RECEIPT,
-    SPARK,
     SavedTable,
     find_best,
+    find_head,
     read_receipt,
     resolve_path,
     saved_run,
@@ -469,7 +470,7 @@ def open_step(
     student, tokenizer = run_sources(workdir, student, tokenizer)
     table = SavedTable(workdir, step)
     # On a base, without which it is nothing.
-    beside = any(kind in table.form for kind in (LORA, BLOCK, SPARK))
+    beside = any(kind in table.form for kind in (LORA, BLOCK, *HEADS))
     source = open_checkpoint(student, tokenizer=tokenizer, shapes=not beside)
     if beside:
         return _open_step_beside(table, workdir, step, source, identity)
@@ -500,7 +501,7 @@ def _open_step_beside(
     base = cut_layers(source, split_layers(identity.get("student.layers", "")))
     base = dataclasses.replace(base, spec=tie_head(base, identity.get("student.head", "auto")))
     saved = Saved(workdir, step, "checkpoint", int(identity["train.seed"]), source)
-    if SPARK in table.form:
+    if find_head(table.form) is not None:
         return dataclasses.replace(base, saved=saved)
     if BLOCK in table.form:
         base, spec = drop_block(base), dataclasses.replace(base.spec, drafts=1)

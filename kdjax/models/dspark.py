@@ -35,22 +35,20 @@ Letters: B rows, T positions, S context positions, D width, L layers, P taps, R 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kdjax.models.arch import ArchSpec, Layer
+from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import attend_blocks
 from kdjax.models.decoder import (
     Block,
     Cache,
     Compute,
-    DecoderFunctions,
     Linear,
     Mix,
     Params,
@@ -58,24 +56,29 @@ from kdjax.models.decoder import (
     rotate,
     take_layer,
 )
-from kdjax.models.ropes import Rope, rope_frequencies
 from kdjax.models.shards import gather_shards
-from kdjax.models.states import hidden_and_states
+from kdjax.models.tapped import (
+    HeadShape,
+    TappedFunctions,
+    compute_angles,
+    recall_nothing,
+    size_layers,
+)
 
 HEAD = "dspark"  # the head's name among the parameters of its target
 MOST_TAPS = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class DSparkShape:
+class DSparkShape(HeadShape):
     """Everything that fixes a head's shapes and arithmetic."""
 
-    spec: ArchSpec  # of the head's own layers; the target's vocabulary and width
-    taps: tuple[int, ...]  # layers of the target whose inputs it reads
     drafts: int  # tokens that a pass drafts
     rank: int  # of the bias by the token before; 0: none (DFlash)
     mask: int  # id of the token of all slots but the first
     confident: bool = True  # whether it says how probable it is that a slot's draft is accepted
+
+    part: ClassVar[str] = HEAD
 
     @property
     def kind(self) -> str:
@@ -98,9 +101,14 @@ class DSparkShape:
         layers = self.spec.num_layers
         return HeadSizes(layers, self.drafts, self.rank, self.mask, self.taps, self.confident)
 
-    def list_states(self) -> list[str]:
-        """Names of the taps, for `states.hidden_and_states`."""
-        return [f"blocks/{tap - 1}" if tap else "embed" for tap in self.taps]
+    @property
+    def at_once(self) -> int:
+        """See `HeadShape`."""
+        return self.drafts
+
+    def build(self, compute: Compute, rngs: nnx.Rngs) -> "DSpark":
+        """See `HeadShape`."""
+        return DSpark(self, compute, rngs)
 
 
 def spread_taps(layers: int, count: int = MOST_TAPS) -> tuple[int, ...]:
@@ -124,22 +132,8 @@ class HeadSizes(NamedTuple):
     confident: bool = True
 
     def shape(self, target: ArchSpec) -> DSparkShape:
-        """The shape of a head of these sizes; its MLP is dense, as wide as a token's experts."""
-        spec = ArchSpec(
-            family="qwen3",
-            vocab_size=target.vocab_size,
-            hidden_size=target.hidden_size,
-            layers=(Layer(Rope(target.rope_theta)),) * self.layers,
-            num_heads=target.num_heads,
-            num_kv_heads=target.num_kv_heads,
-            head_dim=target.head_dim,
-            mlp_size=target.mlp_width,
-            max_positions=target.max_positions,
-            rms_eps=target.rms_eps,
-            tied=True,
-            qkv_bias=False,
-            qk_norm=True,
-        )
+        """The shape of a head of these sizes."""
+        spec = size_layers(target, layers=self.layers, family="qwen3", qk_norm=True)
         taps = tuple(self.taps) or spread_taps(target.num_layers)
         return DSparkShape(spec, taps, self.slots, self.rank, self.mask, self.confident)
 
@@ -167,11 +161,6 @@ class DSpark(nnx.Module):
             self.confidence = Linear(width + shape.rank, 1, True, dtype, rngs)
         self.spec, self.rank = spec, shape.rank
 
-    def _angles(self, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
-        inverse, factor = rope_frequencies(self.spec.rope, self.spec.head_dim)
-        angle = positions.astype(jnp.float32)[..., None, None] * inverse[None, None, None]
-        return jnp.cos(angle) * factor, jnp.sin(angle) * factor
-
     def _layers(self) -> list[Block]:
         graph, stacked = nnx.split(self.blocks)
         return [nnx.merge(graph, take_layer(stacked, i)) for i in range(self.spec.num_layers)]
@@ -181,7 +170,7 @@ class DSpark(nnx.Module):
     ) -> tuple[Float[Array, "L B S K E"], Float[Array, "L B S K E"]]:
         """Keys and values of a text in each layer, from the target's states there."""
         rows = self.fc_norm(self.fc(taps.reshape(-1, taps.shape[-1])))
-        angles, found = self._angles(positions), []
+        angles, found = compute_angles(self.spec, positions), []
         for block in self._layers():
             attn = block.attn
             assert attn is not None and attn.k_norm is not None
@@ -199,16 +188,13 @@ class DSpark(nnx.Module):
         mix: Callable[[int], Mix],
     ) -> Float[Array, "B T D"]:
         """Hidden states of slots from their embedded tokens; `mix(i)` attends in layer i."""
-        angles = self._angles(positions)
+        angles = compute_angles(self.spec, positions)
 
         def turn(q: Array, k: Array) -> tuple[Array, Array]:
             return rotate(q, *angles), rotate(k, *angles)
 
-        def recall(_: Any) -> Any:
-            raise TypeError("the layers of a head attend")
-
         for number, block in enumerate(self._layers()):
-            x, _ = block(x, turn, mix(number), recall)
+            x, _ = block(x, turn, mix(number), recall_nothing)
         return self.norm(x)
 
     def add_before(
@@ -222,7 +208,7 @@ class DSpark(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class DSparkFunctions(DecoderFunctions):
+class DSparkFunctions(TappedFunctions):
     """A target with its head, as a model for losses, which predicts as the head does.
 
     Hidden states and unembedding have the columns of the target and of the Markov head, D + R: the
@@ -230,15 +216,6 @@ class DSparkFunctions(DecoderFunctions):
     """
 
     shape: DSparkShape
-    own: nnx.GraphDef  # of the head
-
-    def merge(self, params: Params) -> Any:
-        """The target."""
-        return super().merge({name: x for name, x in params.items() if name != HEAD})
-
-    def merge_head(self, params: Params) -> DSpark:
-        """The head."""
-        return nnx.merge(self.own, gather_shards(params[HEAD]))
 
     def hidden(
         self, params: Params, tokens: Array, segment_ids: Array, positions: Array
@@ -271,12 +248,8 @@ class DSparkFunctions(DecoderFunctions):
 
     def _read_text(self, params: Params, *columns: Array) -> tuple[Array, tuple[Array, Array]]:
         """The target's hidden states, and the head's keys and values of the text."""
-        target = DecoderFunctions(self.graph, self.spec, self.compute)
-        others = {name: x for name, x in params.items() if name != HEAD}
-        found = hidden_and_states(target, others, *columns, names=self.shape.list_states())
-        hidden, taps = jax.lax.stop_gradient(found)
-        joined = jnp.concatenate([taps[name] for name in self.shape.list_states()], axis=-1)
-        return hidden, self.merge_head(params).read_taps(joined, columns[2])
+        hidden, taps = jax.lax.stop_gradient(self.read_taps(params, *columns))
+        return hidden, self.merge_head(params).read_taps(taps, columns[2])
 
     def _run_slots(
         self,
@@ -355,8 +328,7 @@ class DSparkFunctions(DecoderFunctions):
 
     def head(self, params: Params) -> Float[Array, "V DR"]:
         """The target's unembedding, and in more columns the rows of the bias."""
-        target = super().merge({name: x for name, x in params.items() if name != HEAD})
-        unembedding = target.head_weight()
+        unembedding = super().head(params)
         if not self.shape.rank:
             return unembedding
         bias = gather_shards(params[HEAD]["bias"]).astype(unembedding.dtype)
@@ -378,15 +350,3 @@ def place_anchors(first: Int[Array, " B"], length: int, block: int) -> Int[Array
     """Places of the anchors of blocks that lie side by side; a row's first one is at `first`."""
     at = jnp.arange(length, dtype=jnp.int32)[None]
     return at - (at - first[:, None]) % block
-
-
-@functools.lru_cache(maxsize=16)
-def trace_head(shape: DSparkShape, compute: Compute) -> tuple[Any, Params]:
-    """A head's graph and its parameters' shapes; allocates nothing."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: DSpark(shape, compute, nnx.Rngs(0))))
-    return graph, nnx.to_pure_dict(state)
-
-
-def draw_head(shape: DSparkShape, seed: int) -> Params:
-    """Random float32 parameters of a head."""
-    return nnx.to_pure_dict(nnx.state(DSpark(shape, Compute(), nnx.Rngs(seed))))

@@ -42,9 +42,10 @@ from kdjax.models.decoding import (
 from kdjax.models.draft_functions import DraftFunctions
 from kdjax.models.drafts import check_same_ids
 from kdjax.models.dspark import DSparkFunctions
+from kdjax.models.eagle import EagleFunctions
 from kdjax.models.loading import load_params, shape_params
 from kdjax.models.shards import Spread, gather_shards, map_rows
-from kdjax.models.speculation import BlockWriter, DraftWriter, HeadWriter
+from kdjax.models.speculation import BlockWriter, DraftWriter, EagleWriter, HeadWriter
 from kdjax.models.summary import describe_arrays, make_table
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.models.weights import Scaled, decode_weight, hold_bits, to_bits, unembed
@@ -209,7 +210,7 @@ class Model:
             options = sharding.compiler_options(self.placement.mesh)
         function: Any = self.functions.hidden
         if drafts:
-            assert isinstance(self.functions, DraftFunctions | DSparkFunctions)
+            assert isinstance(self.functions, DraftFunctions | DSparkFunctions | EagleFunctions)
             function = functools.partial(self.functions.draft_runs, drafts=drafts)
         hidden = jax.jit(map_rows(function, self.spread), compiler_options=options)
         for batch in batches:
@@ -282,6 +283,12 @@ class Model:
         _, kind = _find_part(draft.functions) or ("", DraftWriter)
         return kind.of(*sides, params, draft_tokens).offer_from(draft_p_min), params
 
+    def as_drafter(self, drafts: int) -> DraftWriter:
+        """Functions that draft this many tokens a pass with a part, for the model that it is of."""
+        writer, found = self.as_writer("draft"), _find_part(self.functions)
+        assert found is not None
+        return found[1].of(writer, writer, (self.params, self.params), drafts)
+
     def as_writer(self, verb: str) -> StepWriter:
         """Functions that write an id a step; raises `UserError` for a model without a decoder."""
         if not isinstance(self.functions, DecoderFunctions):
@@ -307,6 +314,7 @@ class Model:
 _PARTS: Mapping[type, tuple[str, type[DraftWriter]]] = {
     DraftFunctions: ("block", BlockWriter),
     DSparkFunctions: ("head", HeadWriter),
+    EagleFunctions: ("head", EagleWriter),
 }
 
 

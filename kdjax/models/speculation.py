@@ -4,7 +4,7 @@ The output is the big model's: greedily the ids that it would write alone, at a 
 its distribution (Leviathan, Kalman, Matias 2023, arXiv:2211.17192; Chen et al. 2023,
 arXiv:2302.01318). Rows accept different numbers of drafts, so each continues at its position. Slots
 of the engine (`models.decoding`) advance by a `DraftWriter`, or by a `BlockWriter` if the big
-model's next-token block drafts, or a `HeadWriter` if a head (DSpark, DFlash) does.
+model's next-token block drafts, or a `TappedWriter` if a head (DSpark, DFlash, EAGLE-3) does.
 
 Letters: B rows, K drafts a round, N = K + 1, V vocabulary.
 """
@@ -36,7 +36,7 @@ from kdjax.models.delta import DeltaInputs
 from kdjax.models.draft_functions import DraftFunctions, shift_states
 from kdjax.models.dspark import DSparkFunctions
 from kdjax.models.shards import Spread
-from kdjax.models.states import hidden_and_states
+from kdjax.models.tapped import TappedFunctions
 from kdjax.models.weights import mask_padding, unembed
 
 MOST_DRAFTS = 64
@@ -332,8 +332,48 @@ class BlockWriter(DraftWriter):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadWriter(DraftWriter):
-    """A model whose DSpark or DFlash head drafts for it: `small` has the head as a parameter.
+class TappedWriter(DraftWriter):
+    """A model whose head drafts for it from its inner states: `small` has it as a parameter."""
+
+    @property
+    def own(self) -> Any:
+        """Functions of the head, `TappedFunctions`."""
+        assert isinstance(self.small.functions, TappedFunctions)
+        return self.small.functions
+
+    def prepare(self, params: tuple[Params, Params]) -> Any:
+        """See `StepWriter.prepare`; the head's unembedding is the model's."""
+        return self.big.prepare(params[0]), self.own.head(params[1])
+
+    def open_cache(self, slots: int, capacity: int) -> tuple[Cache, Any]:
+        """See `Writer`."""
+        return self.big.open_cache(slots, capacity), self.open_own(slots, capacity)
+
+    def open_own(self, slots: int, capacity: int) -> Any:
+        """The head's part of the cache: here keys and values."""
+        spec, dtype = self.own.shape.spec, self.own.compute.dtype
+        shape = spec.num_layers, slots, spec.num_kv_heads, capacity, spec.head_dim
+        half = jnp.zeros(shape, dtype)
+        return Cache(half, half)
+
+    def read_taps(self, params: Params, tokens: Array, lengths: Array) -> tuple[Array, Array]:
+        """The model's taps of prompts, joined, and their positions: it reads them once more."""
+        at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        real = (at < lengths[:, None]).astype(jnp.int32)
+        return self.own.read_taps(params, tokens, real, at)[1], at
+
+    def _extend(
+        self, params: Params, read: Array, slots: Slots, layers: Any
+    ) -> tuple[Array, Cache, Array]:
+        tap = self.big.functions.extend_and_tap
+        hidden, cache, states = tap(params, read, slots.places, slots.cache[0], layers)
+        taps = [states[i] for i in self.own.shape.taps]
+        return hidden, cache, jnp.concatenate(taps, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadWriter(TappedWriter):
+    """A model whose DSpark or DFlash head drafts for it.
 
     One pass of the head computes all slots of a block; then each slot's id is drawn, with the bias
     by the one before. Ids that the model has read, rejected ones too, go into the head's keys and
@@ -365,43 +405,13 @@ class HeadWriter(DraftWriter):
             raise UserError(f"found draft_p_min={least}; expected a probability, 0 to 1.")
         return dataclasses.replace(self, least=least)
 
-    @property
-    def own(self) -> DSparkFunctions:
-        """Functions of the head."""
-        assert isinstance(self.small.functions, DSparkFunctions)
-        return self.small.functions
-
-    def prepare(self, params: tuple[Params, Params]) -> Any:
-        """See `StepWriter.prepare`; the head's unembedding is the model's."""
-        return self.big.prepare(params[0]), self.own.head(params[1])
-
-    def open_cache(self, slots: int, capacity: int) -> tuple[Cache, Cache]:
-        """See `Writer`."""
-        spec, dtype = self.own.shape.spec, self.own.compute.dtype
-        shape = spec.num_layers, slots, spec.num_kv_heads, capacity, spec.head_dim
-        half = jnp.zeros(shape, dtype)
-        return self.big.open_cache(slots, capacity), Cache(half, half)
-
     def read(
         self, params: tuple[Params, Params], weights: Any, tokens: Array, lengths: Array
     ) -> tuple[Cache, Cache]:
         """See `Writer`; the prompt is read twice, the second time for the states."""
-        big, own = self.big.read(params[0], weights[0], tokens, lengths), self.own
-        at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        real = (at < lengths[:, None]).astype(jnp.int32)
-        names = own.shape.list_states()
-        _, taps = hidden_and_states(self.big.functions, params[0], tokens, real, at, names)
-        joined = jnp.concatenate([taps[name] for name in names], axis=-1)
-        kept = own.merge_head(params[1]).read_taps(joined, at)
+        big = self.big.read(params[0], weights[0], tokens, lengths)
+        kept = self.own.merge_head(params[1]).read_taps(*self.read_taps(params[0], tokens, lengths))
         return big, Cache(*(lay_out(x, tokens.shape[1]) for x in kept))
-
-    def _extend(
-        self, params: Params, read: Array, slots: Slots, layers: Any
-    ) -> tuple[Array, Cache, Array]:
-        tap = self.big.functions.extend_and_tap
-        hidden, cache, states = tap(params, read, slots.places, slots.cache[0], layers)
-        taps = [states[i] for i in self.own.shape.taps]
-        return hidden, cache, jnp.concatenate(taps, axis=-1)
 
     def _draft(
         self, params: Params, weights: Any, slots: Slots, keys: Any, sampling: Sampling
@@ -436,11 +446,67 @@ class HeadWriter(DraftWriter):
         return drafts, logits, keep_first, offered
 
 
-def time_drafts(writer: HeadWriter, params: Params, place: int, passes: int) -> Callable[[], Array]:
+class EagleWriter(TappedWriter):
+    """A model whose EAGLE-3 head drafts for it, an id a pass of the head.
+
+    The head reads each id with the state before it: the model's, or, after the last id that the
+    model has read, its own. At the end of a round the round's ids are read again, with the model's
+    states. (llama.cpp's `draft-eagle3`.)
+    """
+
+    def open_own(self, slots: int, capacity: int) -> tuple[Cache, Array]:
+        """See `TappedWriter`; also the state of the last id that the model has read."""
+        width, dtype = self.own.shape.spec.hidden_size, self.own.compute.dtype
+        return super().open_own(slots, capacity), jnp.zeros((1, slots, 1, width), dtype)
+
+    def read(
+        self, params: tuple[Params, Params], weights: Any, tokens: Array, lengths: Array
+    ) -> tuple[Cache, Any]:
+        """See `Writer`; the prompt is read twice, the second time for the states."""
+        big, own = self.big.read(params[0], weights[0], tokens, lengths), self.own
+        taps, at = self.read_taps(params[0], tokens, lengths)
+        states = own.merge_head(params[1]).join(taps)
+        kept = own.read_text(params[1], jnp.roll(tokens, -1, axis=1), states, at[:, 0])
+        known = lengths[:, None, None] - 1  # the last id is read in the first round
+        before = jnp.take_along_axis(states, jnp.maximum(known - 1, 0), axis=1)
+        before = jnp.where(known > 0, before, 0)
+        return big, (Cache(*(lay_out(x, tokens.shape[1]) for x in kept)), before[None])
+
+    def _draft(
+        self, params: Params, weights: Any, slots: Slots, keys: Any, sampling: Sampling
+    ) -> Drafted:
+        """Drafts as `DraftWriter._draft` returns them."""
+        own, start, (cache, before) = self.own, slots.places, slots.cache[1]
+        head = own.merge_head(params)
+        choose = functools.partial(self._choose, head=weights, sampling=sampling)
+
+        def step(carry: tuple[Array, Array, Cache], number: Array) -> tuple[Any, Any]:
+            last, before, cache = carry
+            # The place of the state before. The only id of a prompt has none: what it stores at 0
+            # is overwritten.
+            at = jnp.maximum(start - 1 + number, 0)
+            state, cache = own.draft_extend(params, last[:, None], before, at, cache)
+            drawn = choose(head.norm(state), keys[:, number])
+            return (drawn[0], state, cache), drawn
+
+        numbers = jnp.arange(self.drafts, dtype=jnp.int32)
+        (_, _, last), drawn = jax.lax.scan(step, (slots.last, before[0], cache), numbers)
+        drafts, logits = jax.tree.map(lambda x: x.swapaxes(0, 1), drawn)
+
+        def keep_first(lengths: Array, read: Array, taps: Array) -> Any:
+            states = head.join(taps).astype(before.dtype)
+            kept = own.read_text(params, read[:, 1:], states[:, :-1], start)
+            at = lengths[:, None, None] - 1
+            return store_text(last, start, *kept), jnp.take_along_axis(states, at, axis=1)[None]
+
+        return drafts, logits, keep_first, None
+
+
+def time_drafts(
+    writer: TappedWriter, params: Params, place: int, passes: int
+) -> Callable[[], Array]:
     """A function that drafts `passes` times after `place` positions of one row, for its time."""
-    spec, dtype = writer.own.shape.spec, writer.own.compute.dtype
-    shape = spec.num_layers, 1, spec.num_kv_heads, 2 * place, spec.head_dim
-    half, zero = jnp.zeros(shape, dtype), jnp.zeros((1,), jnp.int32)
+    cache, zero = writer.open_own(1, 2 * place), jnp.zeros((1,), jnp.int32)
     fixed = dict(before=zero, positions=zero + place, drawn=zero, limits=zero + 1)
     keys = jax.random.split(jax.random.key(0), (1, writer.drafts))
     greedy = Sampling()
@@ -448,8 +514,7 @@ def time_drafts(writer: HeadWriter, params: Params, place: int, passes: int) -> 
     @jax.jit
     def run(params: Params, head: Array) -> Array:
         def draft(last: Array, _: None) -> tuple[Array, None]:
-            cache = None, Cache(half, half)
-            slots = Slots(cache, last=last, numbers=zero, done=zero > 0, **fixed)
+            slots = Slots((None, cache), last=last, numbers=zero, done=zero > 0, **fixed)
             return writer._draft(params, head, slots, keys, greedy)[0][:, -1], None
 
         return jax.lax.scan(draft, zero, length=passes)[0]

@@ -27,6 +27,7 @@ from jaxtyping import Array
 
 from kdjax.config import (
     DSPARK,
+    EAGLE3,
     NEW,
     OWN_BLOCK,
     DSparkConfig,
@@ -42,7 +43,7 @@ from kdjax.formats.blocks import Scales, decode_fields, encode_fields, fit_rows,
 from kdjax.formats.imatrix import read_importance
 from kdjax.formats.kquants import WEIGHED
 from kdjax.formats.recipes import parts_by_type
-from kdjax.formats.saved import BLOCK, LORA, SPARK
+from kdjax.formats.saved import BLOCK, LORA
 from kdjax.formats.start import read_masters, read_scales
 from kdjax.models.adapters import (
     Lora,
@@ -58,21 +59,16 @@ from kdjax.models.attention import QUERY_BLOCK
 from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, ModelFunctions, Params, functional
 from kdjax.models.draft_functions import DraftFunctions, draw_block, shape_block
-from kdjax.models.dspark import (
-    HEAD,
-    DSparkFunctions,
-    DSparkShape,
-    HeadSizes,
-    draw_head,
-    place_anchors,
-    trace_head,
-)
-from kdjax.models.dspark_files import attach_head, check_tapped, choose_mask
+from kdjax.models.dspark import HEAD, DSparkFunctions, DSparkShape, HeadSizes, place_anchors
+from kdjax.models.eagle import PART as EAGLE
+from kdjax.models.eagle import EagleFunctions, EagleShape, EagleSizes
+from kdjax.models.heads import attach_head, check_tapped, choose_mask
 from kdjax.models.lora import read_numbers
 from kdjax.models.mixture import Mixture
 from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.models.names import list_fused, name_of
 from kdjax.models.nextn import attach_block, find_block
+from kdjax.models.tapped import HeadShape, TappedFunctions, draw_head, trace_head
 from kdjax.models.weights import Scaled, name_numbers, stack_blocks
 from kdjax.training.teachers import Batch, RunningTeacher, Size, TeacherKind
 from kdjax.training.trainable import list_paths, zeros_for
@@ -190,6 +186,15 @@ class Form:
     def run(self, student: ModelFunctions, params: Params, batch: Mapping[str, Array]) -> Runs:
         """Hidden states of the student, and of its `later` predictions of the tokens: here none."""
         return Runs(student.hidden(params, *list_columns(batch)))
+
+    def weigh_later(self, batch: Mapping[str, Array], number: int) -> Array:
+        """Weights `[B, T]` of the student's `later` predictions, of which this is `number`.
+
+        It begins this many tokens before: those that would begin before their document have none.
+        """
+        segments = batch["segment_ids"]
+        within = segments[:, number:] == segments[:, :-number]
+        return jnp.where(jnp.pad(within, ((0, 0), (number, 0))), batch["weights"], 0)
 
     def begin_parts(
         self, kind: TeacherKind, teacher: RunningTeacher, batch: Batch, parts: int
@@ -666,7 +671,101 @@ class DraftBlock(_Drafting):
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftHead(_Drafting):
+class _Tapped(_Drafting):
+    """Trains a head that reads inner states of its target, which runs once a step."""
+
+    sizes: Any = None  # the student's, once settled: `HeadSizes` or `EagleSizes`
+
+    functions: ClassVar[type[TappedFunctions]]
+    maker: ClassVar[str]
+    title: ClassVar[str] = "the head that drafts, float32"
+
+    def settle(self, student: Model) -> Any:
+        """Takes the head's sizes; raises `UserError` for a student without such a head."""
+        if not isinstance(student.functions, self.functions):
+            raise UserError(
+                f"{student.name}: found no head that drafts and form={type(self).__name__}(); "
+                f"expected a student of {self.maker}."
+            )
+        return dataclasses.replace(self, sizes=student.functions.shape.sizes)
+
+    def begin_parts(
+        self, kind: TeacherKind, teacher: RunningTeacher, batch: Batch, parts: int
+    ) -> tuple[TeacherKind, Batch]:
+        """Computes nothing before: each part's pass runs the teacher."""
+        return kind, batch
+
+    def check_teachers(self, student: Model, teachers: Sequence[Model]) -> None:
+        """Raises `UserError` for a teacher that is not the model that the head drafts for."""
+        own = list(map(id, jax.tree.leaves(self.base(student.params))))
+        for teacher in teachers:
+            if list(map(id, jax.tree.leaves(teacher.params))) != own:
+                raise UserError(
+                    f"{teacher.name}: found a teacher that is not the model that the head drafts "
+                    "for; expected the one that was given to kdjax.make_head or kdjax.load_head: "
+                    "its states teach the head."
+                )
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The head's sizes, for `formats.saved`."""
+        assert self.sizes is not None
+        return {self.part: self.sizes._asdict()}
+
+    def open(self, student: Checkpoint) -> Checkpoint:
+        """Returns the student; raises `UserError` for one that such a head cannot draft for."""
+        if student.adapters is not None:
+            raise UserError(
+                f"{student}: found adapters and student.block={self.part!r}; expected a model "
+                "without them. Merge them first (kdjax export --format=gguf)."
+            )
+        check_tapped(student.spec, student)
+        return student
+
+    def shape(self, student: Checkpoint) -> HeadShape:
+        """The shape of the head that the config describes."""
+        return self._shape_like(student.spec)
+
+    def draw(self, student: Checkpoint, seed: int) -> Params:
+        """Draws a new head."""
+        return {self.part: draw_head(self.shape(student), seed)}
+
+    def shapes(self, student: Checkpoint) -> Params:
+        """Shapes of the head."""
+        return {self.part: trace_head(self._shape_like(student.spec), Compute())[1]}
+
+    def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
+        """Makes a model of the teacher's arrays, with shapes of the head."""
+        assert shared is not None
+        _log.info("student: a head that drafts, with the teacher's arrays")
+        return attach_head(shared, self.shape(student), self.shapes(student))
+
+    def list_backward(self, spec: ArchSpec) -> ArchSpec:
+        """Returns the architecture with the layers of the head, each of which attends."""
+        attends = next(layer for layer in spec.layers if not layer.delta)
+        return dataclasses.replace(
+            spec,
+            layers=(attends,) * self._count_passes(spec),
+            delta_key_heads=0,
+            delta_value_heads=0,
+            drafts=0,
+        )
+
+    def _shape_like(self, spec: ArchSpec) -> HeadShape:
+        """The shape of a head for a target of this architecture."""
+        raise NotImplementedError
+
+    def _count_passes(self, spec: ArchSpec) -> int:
+        """Layers that a step runs both ways."""
+        return self._shape_like(spec).spec.num_layers
+
+    def count_taps(self, spec: ArchSpec) -> int:
+        """Numbers a position of all taps."""
+        return len(self._shape_like(spec).taps) * spec.hidden_size
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftHead(_Tapped):
     """Trains the DSpark or DFlash head of a student (`kdjax.make_head`); all else is the base.
 
     In each step the blocks of a row lie side by side from a place on that is drawn anew, so that
@@ -682,26 +781,22 @@ class DraftHead(_Drafting):
     block: int = 0  # slots, the student's, once settled
     lead: int = 0  # slots before the first that predicts, likewise
     asked: DSparkConfig | None = dataclasses.field(default=None, compare=False)  # a run's settings
-    sizes: HeadSizes | None = None  # the student's, once settled
 
     part: ClassVar[str] = HEAD
-    title: ClassVar[str] = "the head that drafts, float32"
+    functions: ClassVar[type[TappedFunctions]] = DSparkFunctions
+    maker: ClassVar[str] = "kdjax.make_head"
 
     def settle(self, student: Model) -> "DraftHead":
-        """Takes the head's slots; raises `UserError` for a student without a head."""
-        if not isinstance(student.functions, DSparkFunctions):
-            raise UserError(
-                f"{student.name}: found no head that drafts and form=DraftHead(); expected a "
-                "student of kdjax.make_head."
-            )
+        """Takes the head's slots too; raises `UserError` also for settings that cannot be."""
+        settled = super().settle(student)
+        assert isinstance(student.functions, DSparkFunctions)
         if not self.decay > 0:
             raise UserError(f"found decay={self.decay}; expected a number above 0.")
         if not self.confidence >= 0:
             raise UserError(f"found confidence={self.confidence}; expected 0 or a number above.")
         shape = student.functions.shape
         weight = self.confidence if shape.confident else 0.0
-        settled = dataclasses.replace(self, block=shape.block, lead=shape.lead, sizes=shape.sizes)
-        return dataclasses.replace(settled, confidence=weight)
+        return dataclasses.replace(settled, block=shape.block, lead=shape.lead, confidence=weight)
 
     def mark(self, batch: dict[str, Array], step: Array | None) -> dict[str, Array]:
         """Adds the places of `anchors`, int32 `[B, T]`, and weighs slots."""
@@ -732,64 +827,9 @@ class DraftHead(_Drafting):
         target, slots = student.hidden_and_blocks(params, *list_columns(batch), batch["anchors"])
         return Runs(slots, (), target, student.judge_slots(params, slots))
 
-    def begin_parts(
-        self, kind: TeacherKind, teacher: RunningTeacher, batch: Batch, parts: int
-    ) -> tuple[TeacherKind, Batch]:
-        """Computes nothing before: each part's pass runs the teacher."""
-        return kind, batch
-
-    def check_teachers(self, student: Model, teachers: Sequence[Model]) -> None:
-        """Raises `UserError` for a teacher that is not the model that the head drafts for."""
-        own = list(map(id, jax.tree.leaves(self.base(student.params))))
-        for teacher in teachers:
-            if list(map(id, jax.tree.leaves(teacher.params))) != own:
-                raise UserError(
-                    f"{teacher.name}: found a teacher that is not the model that the head drafts "
-                    "for; expected the one that was given to kdjax.make_head or kdjax.load_head: "
-                    "its states teach the head."
-                )
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The head's sizes, for `formats.saved`."""
-        assert self.sizes is not None
-        return {SPARK: self.sizes._asdict()}
-
-    def open(self, student: Checkpoint) -> Checkpoint:
-        """Returns the student; raises `UserError` for one that such a head cannot draft for."""
-        if student.adapters is not None:
-            raise UserError(
-                f"{student}: found adapters and student.block={DSPARK!r}; expected a model without "
-                "them. Merge them first (kdjax export --format=gguf)."
-            )
-        check_tapped(student.spec, student)
-        return student
-
     def shape(self, student: Checkpoint) -> DSparkShape:
         """The shape of the head that the config describes."""
         return self._shape_like(student.spec, choose_mask(student.tokenizer))
-
-    def draw(self, student: Checkpoint, seed: int) -> Params:
-        """Draws a new head."""
-        return {HEAD: draw_head(self.shape(student), seed)}
-
-    def shapes(self, student: Checkpoint) -> Params:
-        """Shapes of the head."""
-        return {HEAD: trace_head(self._shape_like(student.spec), Compute())[1]}
-
-    def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
-        """Makes a model of the teacher's arrays, with shapes of the head."""
-        assert shared is not None
-        _log.info("student: a head that drafts, with the teacher's arrays")
-        return attach_head(shared, self.shape(student), self.shapes(student))
-
-    def list_backward(self, spec: ArchSpec) -> ArchSpec:
-        """Returns the architecture with the layers of the head, each of which attends."""
-        attends = next(layer for layer in spec.layers if not layer.delta)
-        count = self.asked.layers if self.asked is not None else 1
-        return dataclasses.replace(
-            spec, layers=(attends,) * count, delta_key_heads=0, delta_value_heads=0, drafts=0
-        )
 
     def _shape_like(self, spec: ArchSpec, mask: int = 0) -> DSparkShape:
         """The shape of a head for a target of this architecture; no size depends on `mask`."""
@@ -802,10 +842,6 @@ class DraftHead(_Drafting):
         """Columns of the target's unembedding, and of the bias, which alone have a gradient."""
         rank = self._shape_like(spec).rank
         return spec.hidden_size + rank, rank
-
-    def count_taps(self, spec: ArchSpec) -> int:
-        """Numbers a position of all taps."""
-        return len(self._shape_like(spec).taps) * spec.hidden_size
 
     def keep_more(self, spec: ArchSpec) -> int:
         """Counts the taps, what joins them, and each layer's keys and values of the text."""
@@ -832,6 +868,69 @@ class DraftHead(_Drafting):
         columns, with_gradient = self.count_columns(spec)
         logits = 2.0 * spec.vocab_size * (2 * columns + with_gradient)
         return 3 * (2.0 * products + scores) + logits
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftEagle(_Tapped):
+    """Trains the EAGLE-3 head of a student (`kdjax.make_eagle`); all else is the base.
+
+    A pass of drafts begins at every token but a document's first, which has no state before it.
+    Each draft after a pass's first reads the head's own state, as it does in use; `later` are the
+    weights of their losses, which are added to the first's. Such a student has this form by
+    default.
+    """
+
+    later: tuple[float, ...] = (0.8, 0.64)  # type: ignore[misc]
+
+    part: ClassVar[str] = EAGLE
+    functions: ClassVar[type[TappedFunctions]] = EagleFunctions
+    maker: ClassVar[str] = "kdjax.make_eagle"
+
+    def settle(self, student: Model) -> "DraftEagle":
+        """See `_Tapped.settle`; raises `UserError` also for weights that `check_drafts` refuses."""
+        check_drafts(self.later)
+        return super().settle(student)
+
+    def mark(self, batch: dict[str, Array], step: Array | None) -> dict[str, Array]:
+        """Takes the weight of each document's first token, where no pass begins."""
+        return batch | {"weights": self.weigh_later(batch, 0)}
+
+    def weigh_later(self, batch: Mapping[str, Array], number: int) -> Array:
+        """See `Form.weigh_later`: a pass reads the state before the token that it begins at."""
+        return super().weigh_later(batch, number + 1)
+
+    def run(self, student: ModelFunctions, params: Params, batch: Mapping[str, Array]) -> Runs:
+        """States of a pass's drafts at each token, and of the target, which is the teacher."""
+        assert isinstance(student, EagleFunctions)
+        runs = student.draft_runs(params, *list_columns(batch), drafts=1 + len(self.later))
+        target, first, *later = jnp.moveaxis(runs, 1, 0)
+        return Runs(first, tuple(later), target)
+
+    def _shape_like(self, spec: ArchSpec) -> EagleShape:
+        return EagleSizes(()).shape(spec)
+
+    def _count_passes(self, spec: ArchSpec) -> int:
+        return 1 + len(self.later)
+
+    def keep_more(self, spec: ArchSpec) -> int:
+        """Counts the taps and, for each draft, what its queries, keys and values are of."""
+        return self.count_taps(spec) + 3 * spec.hidden_size * self._count_passes(spec)
+
+    def count_attention(self, spec: ArchSpec, length: int, usual: Size) -> Size:
+        """Counts a block of queries' float32 scores four times.
+
+        Rows of a single block keep the scores of each draft as well.
+        """
+        blocks = 1 + self._count_passes(spec) * (length <= QUERY_BLOCK)
+        return 4 * blocks * 4 * spec.num_heads * min(length, QUERY_BLOCK)
+
+    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
+        """Counts the drafts both ways, and their unembedding; the target is the teacher."""
+        flat = _flatten(trace_head(self._shape_like(spec), Compute())[1])
+        layer = sum(x.size for path, x in flat.items() if path[0] == "blocks")
+        scores = 2.0 * spec.num_heads * spec.head_dim * length
+        draft = 3 * (2.0 * layer + scores) + 4.0 * spec.vocab_size * spec.hidden_size
+        return 6.0 * flat["fc", "weight"].size + draft * self._count_passes(spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1096,6 +1195,14 @@ class Rounded(Form):
         return unflatten_dict(changed)
 
 
+# Functions of a student that is a part which drafts, and its form.
+_PARTS: Mapping[type, type[Form]] = {
+    DraftFunctions: DraftBlock,
+    DSparkFunctions: DraftHead,
+    EagleFunctions: DraftEagle,
+}
+
+
 def choose_form(form: Form | None, student: Model) -> Form:
     """Settles a form; None chooses the form that the student has by default.
 
@@ -1108,10 +1215,9 @@ def choose_form(form: Form | None, student: Model) -> Form:
         form = PLAIN
     if form is PLAIN and Lora.of_params(student.params) is not None:
         form = Adapters()
-    if form is PLAIN and isinstance(student.functions, DraftFunctions):
-        form = DraftBlock()
-    if form is PLAIN and isinstance(student.functions, DSparkFunctions):
-        form = DraftHead()
+    parts = (kind for kind in _PARTS if isinstance(student.functions, kind))
+    if form is PLAIN and (kind := next(parts, None)):
+        form = _PARTS[kind]()
     return form.settle(student)
 
 
@@ -1120,6 +1226,8 @@ def form_of(student: StudentConfig) -> Form:
     if student.block == DSPARK:
         asked = student.dspark
         return DraftHead(decay=asked.decay, confidence=asked.confidence, asked=asked)
+    if student.block == EAGLE3:
+        return DraftEagle(later=split_drafts(student.later_drafts))
     if student.block:
         return DraftBlock(new=student.block == NEW, later=split_drafts(student.later_drafts))
     if not student.quantize:

@@ -247,16 +247,10 @@ def _sum_later(
     running: RunningTeacher,
     batch: Batch,
 ) -> tuple[dict[str, Array], Array]:
-    """Sums the losses of the student's later predictions by name, and their weighted total.
-
-    Prediction n of a token begins n tokens before it: those that would begin before its document
-    have no weight.
-    """
-    extra, total, weights = {}, jnp.zeros((), jnp.float32), batch["weights"]
-    segments = batch["segment_ids"]
+    """Sums the losses of the student's later predictions by name, and their weighted total."""
+    extra, total = {}, jnp.zeros((), jnp.float32)
     for n, (weight, hidden) in enumerate(zip(spec.form.later, later, strict=True), 1):
-        within = jnp.pad(segments[:, n:] == segments[:, :-n], ((0, 0), (n, 0)))
-        part = batch | {"weights": jnp.where(within, weights, 0)}
+        part = batch | {"weights": spec.form.weigh_later(batch, n)}
         loss = kind.sum_loss((hidden, head), running, part, spec.head).loss
         extra[f"draft_{n + 1}"] = loss
         total += weight * loss

@@ -75,8 +75,8 @@ def serve(
     """The address of a llama.cpp server of a GGUF file, on the CPU; it ends with the context.
 
     `draft` is a file whose model drafts at most `most` ids a pass, or "own", the file's own block;
-    `kind` is the file's, `simple`, `dspark` or `dflash`; its drafts end before one of less
-    confidence than `least`.
+    `kind` is the file's, `simple`, `dspark`, `dflash` or `eagle3`; its drafts end before one of
+    less confidence than `least`.
     Raises `UserError` with the end of its log if it does not begin.
     """
     settings = dict(model=str(model), draft=str(draft), most=most, slots=slots)
