@@ -8,7 +8,7 @@ from resuming import assert_goes_on, assert_trains_alike, finish
 from test_dspark import SHAPE
 
 from kdjax.commands import draft, generate
-from kdjax.config import DSPARK, SELF
+from kdjax.config import SELF, set_fields
 from kdjax.evaluation import drafting
 from kdjax.formats import open_table
 from kdjax.formats.saved import SavedTable
@@ -27,27 +27,34 @@ def served(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=[8], ids=["dspark"])
+SPARK = {"student.block": "dspark", "student.dspark.layers": 1, "student.dspark.rank": 8}
+KINDS = {
+    "dspark": SPARK,
+    "dflash": SPARK | {"student.dspark.rank": 0, "student.dspark.confidence": 0.0},
+    "eagle3": {"student.block": "eagle3", "student.later_drafts": "0.8,0.64"},
+}
+
+
+@pytest.fixture(scope="module", params=["dspark"])
 def run(models, tmp_path_factory, served, request):
-    """A finished run: its config, workdir, job and recorder. The parameter is the bias's rank."""
+    """A finished run: its config, workdir, job and recorder. The parameter is the head's kind."""
     folder = tmp_path_factory.mktemp("head")
     config = make_tiny_config(models, folder)
-    config.teacher.path, config.student.path, config.student.block = SELF, str(served), DSPARK
+    config.teacher.path, config.student.path = SELF, str(served)
     config.teacher.weights, config.teacher.param_dtype = "packed", "float32"
     config.loss.divergence, config.loss.temperature = "total_variation", 1.0
     config.loss.alpha, config.optim.learning_rate = 0.1, 3e-3
     config.train.steps, config.eval.every, config.checkpoint.every = 4, 0, 0
-    config.student.dspark.layers, config.student.dspark.rank = 1, request.param
-    config.student.dspark.confidence = float(request.param > 0)
+    set_fields(config, KINDS[request.param])
     return finish(config, folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [8, 0], ids=["dspark", "dflash"], indirect=True)
+@pytest.mark.parametrize("run", KINDS, indirect=True)
 def test_a_run_resumes_bit_for_bit_and_saves_the_head_alone(run, tmp_path):
     figures = assert_goes_on(run, tmp_path / "parts", stop_at=2)
     assert figures[1]["acceptance"] > figures[0]["acceptance"]
-    assert {name.partition("/")[0] for name in SavedTable(run[1], 4)} == {DSPARK}
+    assert {name.partition("/")[0] for name in SavedTable(run[1], 4)} == {run[0].student.block}
 
 
 @pytest.mark.slow
@@ -56,8 +63,19 @@ def test_devices_that_share_weights_train_alike(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "rank", "slots"), [("dspark", 8, 2), ("dflash", 0, 3)])
-def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, rank, slots):
+@pytest.mark.parametrize(
+    ("kind", "flags", "entry"),
+    [
+        (
+            "dspark",
+            ["dspark.layers=1", "dspark.rank=8", "dspark.slots=2"],
+            ("dflash.block_size", 2),
+        ),
+        ("dflash", ["dspark.layers=1", "dspark.slots=2"], ("dflash.block_size", 3)),
+        ("eagle3", [], ("eagle3.block_count", 1)),
+    ],
+)
+def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, flags, entry):
     """The other commands take its file."""
     text = tmp_path / "text"
     text.mkdir()
@@ -67,22 +85,21 @@ def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, 
     how = [str(served), f"--kind={kind}", f"--data={text}", "--seq-len=32", "--steps=8"]
     how += ["--learning-rate=3e-3", f"--out={out}", "--rows=2", "--max-tokens=12"]
     how += [f"--config.data.cache_dir={tmp_path}/rows", "--config.eval.every=0"]
-    how += ["--config.student.dspark.layers=1", f"--config.student.dspark.rank={rank}"]
-    how += ["--config.student.dspark.slots=2"]
+    how += [f"--config.student.{flag}" for flag in flags]
     assert draft.main(how) == 0
     said = capsys.readouterr().out
     shares = said.partition("T = 1: ")[2].split()
     assert float(shares[2]) > float(shares[0])
-    assert re.search(r"\n  greedily: [0-2]\.\d\d accepted a pass, \d\.\d\d times", said)
+    assert re.search(r"\n  greedily: [0-8]\.\d\d accepted a pass, \d\.\d\d times", said)
     assert f"-md {out} --spec-type draft-{kind} --spec-draft-n-max " in said
     table = open_table(out)
-    assert table.info("fc.weight").dtype == "F16" and table.metadata["dflash.block_size"] == slots
+    assert table.info("fc.weight").dtype == "F16" and table.metadata[entry[0]] == entry[1]
     assert any("tensors changed" in line for line in verify(tmp_path / "o.run"))
-    with_head = [f"--draft={out}", "--max-tokens=12"]
+    with_head = [f"--draft={out}", "--max-tokens=12", "--draft-tokens=2"]
     assert generate.main([str(served), "--prompt=def f", *with_head]) == 0
     assert "over 2 drafts each" in capsys.readouterr().err
     own = drafting.find_own(str(out), open_checkpoint(str(served)))  # as evaluate --draft finds it
-    assert own is not None and own.most == 2
+    assert own is not None and own.most == (8 if kind == "eagle3" else 2)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +111,7 @@ def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, 
         ([], "found a qwen2 model; expected one of qwen3"),
         (["--kind=dflash", "--new"], "--new has no meaning with --kind=dflash"),
         (["--kind=dflash"], "found a qwen2 model; expected one of qwen3"),
+        (["--kind=eagle3"], "found a qwen2 model; expected one of qwen3"),
     ],
 )
 def test_what_a_head_cannot_have_is_refused_in_one_line(models, tmp_path, capsys, flags, message):

@@ -297,7 +297,7 @@ def test_files_keep_the_head(model, head, tmp_path):
     stored = np.frombuffer(table.raw("blk.0.attn_k.weight"), np.float32).reshape(rows.shape)
     np.testing.assert_array_equal(stored[:, ::2], rows[:, : rows.shape[1] // 2])
     rest = [(n, table.info(n).dtype, table.info(n).shape, table.raw(n)) for n in table]
-    write_gguf(tmp_path / "odd.gguf", values | {"eagle3.norm_before_residual": True}, rest)
+    write_gguf(tmp_path / "odd.gguf", {**values, "eagle3.norm_before_residual": True}, rest)
     with pytest.raises(UserError, match="found a head with norm_before_residual; expected an EAGL"):
         load_head(tmp_path / "odd.gguf", model)
 
