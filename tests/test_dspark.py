@@ -273,18 +273,18 @@ def test_the_step_minimises_the_loss_of_its_blocks(model, head):
     check_gradient(value, began, flatten_dict(state.params), parts)
 
 
-def check_gradient(value, began, moved, parts):
+def check_gradient(value, began, moved, parts, step=1e-5):
     """A step of size 1 has moved each part of a head by the slope of `value`."""
     draw = np.random.default_rng(0)
     for part in parts:
         way = {key: draw.normal(size=x.shape) * (key[1] == part) for key, x in began.items()}
         ends = (
             {key: np.asarray(x, np.float64) + far * way[key] for key, x in began.items()}
-            for far in (1e-5, -1e-5)
+            for far in (step, -step)
         )
         up, down = map(value, ends)
         found = sum(np.sum((began[key] - moved[key]) * way[key]) for key in began)
-        assert found == pytest.approx((up - down) / 2e-5, rel=2e-3, abs=2e-6), part
+        assert found == pytest.approx((up - down) / (2 * step), rel=2e-3, abs=2e-6), part
 
 
 ROW = np.random.default_rng(5).integers(0, 300, (2, 33))

@@ -176,7 +176,9 @@ def test_the_step_minimises_the_loss_of_its_passes(model, head):
         whole = head.replace(params={**head.params, **unflatten_dict(params)})
         return sum_losses(model, whole, texts) @ WEIGHTS
 
-    check_gradient(value, began, flatten_dict(state.params), ("fc", "blocks", "norm"))
+    # Total variation bends where two probabilities are equal: by steps of 1e-5 the slope of `fc` is
+    # 0.25% off.
+    check_gradient(value, began, flatten_dict(state.params), ("fc", "blocks", "norm"), step=1e-6)
 
 
 def teach(model, head, prompts):
