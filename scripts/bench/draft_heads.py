@@ -15,6 +15,7 @@ there; --stop-after ends it in time, with the state saved, for machines that end
 """
 
 import argparse
+import functools
 import itertools
 import json
 import random
@@ -57,7 +58,7 @@ _ASKED = (  # of a noun, an adjective and another noun; the last two are for jud
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains and judges a DSpark or DFlash head.")
+    parser = argparse.ArgumentParser(description="Trains and judges a head that drafts.")
     add = parser.add_argument
     add("target", nargs="?", default="", help="the GGUF file that is served; with --tiny: random")
     add("--folder", type=Path, default=Path("runs/heads"), help="answers, state, head, lines")
@@ -75,6 +76,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=2)
     add("--block", type=int, default=7, help="tokens that a pass drafts")
     add("--rank", type=int, default=128, help="of a DSpark head's bias; 0: a DFlash head")
+    add("--eagle", action="store_true", help="an EAGLE-3 head, of no --layers and no --rank")
     add("--rate", type=float, default=1e-3)
     add("--dtype", default="bfloat16", help="that the models compute in")
     add("--judged", type=int, default=64, help="prompts of each domain")
@@ -202,7 +204,9 @@ class Run:
     def train(self) -> Model | None:
         """Trains the head for the seconds that are left; None if they are not over yet."""
         args = self.args
-        head = kdjax.make_head(self.target, layers=args.layers, slots=args.block, rank=args.rank)
+        sizes = dict(layers=args.layers, slots=args.block, rank=args.rank)
+        make = kdjax.make_eagle if args.eagle else functools.partial(kdjax.make_head, **sizes)
+        head = make(self.target)
         adam = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0, b2=0.95, weight_decay=0.0)
         tx = optax.chain(optax.clip_by_global_norm(1.0), adam)
         loss = kdjax.KDLoss(kdjax.total_variation, alpha=0.1)
