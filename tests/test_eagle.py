@@ -106,7 +106,7 @@ def guess(model, head, taps, tokens, first):
 
 
 def test_drafts_are_those_of_passes_that_begin_everywhere(model, head):
-    """Of two documents of a row, from each token but the first, whose state nothing precedes."""
+    """They begin in two documents of a row, at each token but the first: no state precedes it."""
     texts, run = (PROMPTS[0][:14], PROMPTS[2]), jax.jit(head.functions.draft_runs, static_argnums=4)
     states = np.asarray(run(head.params, *lay_out(*texts), DRAFTS), np.float64)[0]
     embed, start = np.asarray(model.params["embed"], np.float64)[: model.real_vocab], 0

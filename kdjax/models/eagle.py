@@ -55,7 +55,7 @@ from kdjax.models.tapped import HeadShape, TappedFunctions, compute_angles, size
 
 PART = "eagle3"  # the head's name among the parameters of its target
 TAPS = 3
-MOST_DRAFTS = 8  # a pass; a head has no bound of its own
+MOST_DRAFTS = 8  # a pass, that judge a head; it may draft more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +204,8 @@ class EagleFunctions(TappedFunctions):
     ) -> tuple[Float[Array, "L B T K E"], Float[Array, "L B T K E"]]:
         """Keys and values of tokens with the states before them, L = 1.
 
-        `places` are those of the first states: as in llama.cpp, the place P of the cache has the
-        state of P and the token of P + 1.
+        `places` are the places of the first states. As in llama.cpp the place P of the cache has
+        the state at P and the token at P + 1.
         """
 
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, Any]:

@@ -39,7 +39,7 @@ class Getter(NamedTuple):
         return found
 
     def list_present(self, tensors: Mapping[str, str], keys: Mapping[str, str]) -> list[str]:
-        """What those of `tensors`, and of key-values that are not 0, belong to that a file has."""
+        """Names, by `tensors` and `keys`, for tensors that a file has, and key-values but 0."""
         others = [what for name, what in tensors.items() if name in self.table]
         return others + [what for key, what in keys.items() if self(key, 0)]
 

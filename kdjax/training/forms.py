@@ -913,16 +913,16 @@ class DraftEagle(_Tapped):
         return 1 + len(self.later)
 
     def keep_more(self, spec: ArchSpec) -> int:
-        """Counts the taps and, for each draft, what its queries, keys and values are of."""
-        return self.count_taps(spec) + 3 * spec.hidden_size * self._count_passes(spec)
+        """Counts the taps and, for each draft, states and tokens, shifted, normed and joined."""
+        return self.count_taps(spec) + 9 * spec.hidden_size * self._count_passes(spec)
 
     def count_attention(self, spec: ArchSpec, length: int, usual: Size) -> Size:
         """Counts a block of queries' float32 scores four times.
 
-        Rows of a single block keep the scores of each draft as well.
+        Rows of a single block keep the scores of each draft five times as well.
         """
-        blocks = 1 + self._count_passes(spec) * (length <= QUERY_BLOCK)
-        return 4 * blocks * 4 * spec.num_heads * min(length, QUERY_BLOCK)
+        times = 4 + 5 * self._count_passes(spec) * (length <= QUERY_BLOCK)
+        return 4 * times * spec.num_heads * min(length, QUERY_BLOCK)
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """Counts the drafts both ways, and their unembedding; the target is the teacher."""
