@@ -42,7 +42,7 @@ def is_folder(path: Path) -> bool:
 def open_folder(path: Path, architecture: str, mask: str) -> TensorTable:
     """The head of a folder, as `open_table` opens a GGUF file of one.
 
-    Its key-values are those of `architecture`, and `mask` for the id of the mask token. Raises
+    Its key-values begin with `architecture`; `mask` has the id of the mask token. Raises
     `UserError` for a head with parts that kdjax does not compute.
     """
     source = path / "config.json"
