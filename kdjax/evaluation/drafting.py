@@ -89,7 +89,7 @@ def find_own(draft: str, served: Checkpoint) -> OwnDraft | None:
 def open_head(path: Path, served: Checkpoint) -> OwnDraft:
     """A file's or folder's head as what drafts for a model; raises `UserError` for another's."""
     shape = read_shape(open_head_table(path), served.spec)
-    return OwnDraft(functools.partial(load_head, path), shape.drafts)
+    return OwnDraft(functools.partial(load_head, path), shape.most)
 
 
 def count_blocks(chances: np.ndarray, lengths: np.ndarray, drafts: int) -> tuple[float, float]:

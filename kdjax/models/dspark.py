@@ -106,6 +106,11 @@ class DSparkShape(HeadShape):
         """See `HeadShape`."""
         return self.drafts
 
+    @property
+    def most(self) -> int:
+        """See `HeadShape`."""
+        return self.drafts
+
     def build(self, compute: Compute, rngs: nnx.Rngs) -> "DSpark":
         """See `HeadShape`."""
         return DSpark(self, compute, rngs)

@@ -65,7 +65,7 @@ class EagleShape(HeadShape):
     part: ClassVar[str] = PART
     kind: ClassVar[str] = "eagle3"  # type: ignore[misc]
     at_once: ClassVar[int] = 1  # type: ignore[misc]
-    drafts: ClassVar[int] = MOST_DRAFTS
+    most: ClassVar[int] = MOST_DRAFTS  # type: ignore[misc]
 
     @property
     def sizes(self) -> "EagleSizes":

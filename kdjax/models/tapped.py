@@ -43,6 +43,11 @@ class HeadShape(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def most(self) -> int:
+        """Tokens drafted between two passes of the target, at most."""
+
+    @property
+    @abc.abstractmethod
     def sizes(self) -> Any:
         """The sizes that were chosen, a named tuple; its `shape(target)` is this shape."""
 
