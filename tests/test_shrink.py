@@ -454,6 +454,21 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
     assert "found costs of rows" in capsys.readouterr().err and out.exists()
 
 
+def test_a_head_that_repeats_the_embedding_is_counted_once(exact, text, tmp_path, capsys):
+    """Published files of tied models store it twice; the plan of both files is one."""
+    said = []
+    student = kdjax.load(exact / "student.gguf", dtype="float32")
+    head = student.params | {"head": student.params["embed"]}
+    untied = dataclasses.replace(student.spec, tied=False)
+    twice = student.replace(params=head, spec=untied)
+    other = student.replace(params=head | {"head": head["head"] + 1.0}, spec=untied)
+    for model in (student, twice, other):
+        export_gguf(model, exact / "student.gguf", overwrite=True)
+        assert run(exact, text, tmp_path, "--plan", "--no-train", "--like=q5_0") == 0
+        said.append(re.search(r"costs: (\d+) passes", capsys.readouterr().out)[1])
+    assert said[0] == said[1] != said[2]
+
+
 def test_a_7b_is_planned_from_its_header(tmp_path, capsys, monkeypatch):
     """7.6 G weights: 30.5 GB in float32 and stacks of 7.6 GB; an H200 has room, 40 GB have not."""
     monkeypatch.chdir(tmp_path)
@@ -555,6 +570,8 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     names = re.findall(r"^\| (.+?) \| [\d.]+ \|", said, re.M)
     untrained = [f"{x}, with importance" for x in ("q4_0", "chosen types")]
     assert names == [*untrained, "small.gguf, trained"]
+    made = kdjax.open_checkpoint(tmp_path / "small.gguf")
+    assert made.spec.tied and "output.weight" not in made.table  # the matrix is there once
     assert run(exact, text, tmp_path, "--like=q4_0", "--seconds=1", "--overwrite") == 2
     assert "Name another --work" in capsys.readouterr().err
 

@@ -65,7 +65,7 @@ from kdjax.formats.saved import CHECKPOINTS, saved_steps
 from kdjax.formats.start import write_start
 from kdjax.models import gptq
 from kdjax.models.arch import ArchSpec
-from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step
+from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step, tie_head
 from kdjax.models.importance import sum_squares
 from kdjax.models.loading import count_parameters
 from kdjax.models.mixture import Mixture, list_matrices
@@ -123,6 +123,14 @@ def _parser() -> Parser:
     add_machine_flags(parser, "print sizes and memory; load and make nothing", hosts=False)
     add("--overwrite", action="store_true", help="replace --out if it is there")
     return parser
+
+
+def _tie_head(checkpoint: Checkpoint) -> Checkpoint:
+    """Takes a head that repeats the embedding for the embedding, so that the file has it once."""
+    spec = tie_head(checkpoint, "auto")
+    if spec.tied and not checkpoint.spec.tied:
+        _log.info("the head repeats the embedding: the file will have the matrix once")
+    return dataclasses.replace(checkpoint, spec=spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +207,7 @@ def _make_config(
     config = Config()
     config.teacher.path, config.student.path = SELF, args.model
     config.student.quantize, config.student.start = types, start
-    config.student.head = "tied" if spec.tied else "untied"  # both are chosen for if both are there
+    config.student.head = "tied" if spec.tied else "untied"
     config.data.train, config.data.heldout = args.text, args.heldout
     config.data.fields, config.data.seq_len = args.fields, args.seq_len
     config.optim.learning_rate = _FEW_RATE if bits < _FEW_BITS else _RATE
@@ -530,6 +538,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{checkpoint}: found a run or adapters; expected a model file or folder. Export it "
             "first: kdjax export --format=gguf."
         )
+    checkpoint = _tie_head(checkpoint)
     goal = _find_goal(args, checkpoint)
     if args.plan:
         return _plan(args, checkpoint, goal, machine)
