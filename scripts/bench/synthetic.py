@@ -490,7 +490,7 @@ def _make_header(shape: ModelShape) -> TensorTable:
 
     for name, dtype, dims in tensor_plan(shape, recipe):
         nbytes = int(np.prod(dims[:-1])) * row_bytes(dtype, dims[-1])
-        tensors[name] = LazyTensor(TensorInfo(name, dims, dtype, nbytes), refuse)
+        tensors[name] = LazyTensor(TensorInfo(name, dims, dtype, nbytes), refuse, held=False)
     return TensorTable((path,), _metadata(shape, recipe), tensors)
 
 
