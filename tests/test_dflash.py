@@ -239,10 +239,14 @@ def test_files_keep_the_head(model, head, tmp_path):
     fewer = {key: x for key, x in values.items() if key not in left_out}
     write_gguf(tmp_path / "fewer.gguf", fewer, rows)
     assert load_head(tmp_path / "fewer.gguf", model).functions.shape == head.functions.shape
-    wrong = "found a head with a sliding window; expected a DSpark or DFlash head without"
-    write_gguf(tmp_path / "odd.gguf", fewer | {"dflash.attention.sliding_window": 512}, rows)
-    with pytest.raises(UserError, match=wrong):
-        load_head(tmp_path / "odd.gguf", model)
+    for key, value, wrong in (
+        ("attention.sliding_window", 512, "a head with a sliding window; expected a DSpark or DFl"),
+        ("rope.scaling.type", "yarn", "a head with dflash.rope.scaling.type=yarn; expected none"),
+        ("block_size", 1, "dflash.block_size=1; expected at least 2, for 1 draft a pass"),
+    ):
+        write_gguf(tmp_path / "odd.gguf", fewer | {f"dflash.{key}": value}, rows)
+        with pytest.raises(UserError, match=f"found {wrong}"):
+            load_head(tmp_path / "odd.gguf", model)
     del fewer[MASK]
     write_gguf(tmp_path / "mask.gguf", fewer, rows)
     with pytest.raises(UserError, match=f"found no {MASK}; expected the id of the head's mask"):

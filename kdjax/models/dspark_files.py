@@ -70,7 +70,12 @@ def read_shape(table: TensorTable, target: ArchSpec) -> DSparkShape:
         )
     confident = rank > 0 and "conf_proj.weight" in table
     shape = DSparkShape(spec, taps, 0, rank, int(table.metadata[MASK]), confident)
-    return dataclasses.replace(shape, drafts=int(get("block_size")) - shape.lead)
+    if (block := int(get("block_size"))) <= shape.lead:
+        raise UserError(
+            f"{source}: found {ARCHITECTURE}.block_size={block}; expected at least "
+            f"{shape.lead + 1}, for 1 draft a pass."
+        )
+    return dataclasses.replace(shape, drafts=block - shape.lead)
 
 
 FORMAT = HeadFormat(ARCHITECTURE, HEAD, DSparkFunctions, HeadSizes, _OWN, read_shape, list_entries)

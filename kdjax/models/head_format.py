@@ -65,7 +65,10 @@ def list_sizes(shape: HeadShape) -> dict[str, Any]:
 
 
 def read_layers(get: Getter, vocabulary: int, *, family: str, qk_norm: bool) -> ArchSpec:
-    """The architecture of a head's own layers."""
+    """The architecture of a head's own layers; raises `UserError` for a scaled rotation."""
+    if (scaled := get("rope.scaling.type", "none")) != "none":
+        key = f"{get.architecture}.rope.scaling.type"
+        raise UserError(f"{get.table.paths[0]}: found a head with {key}={scaled}; expected none.")
     heads, width = int(get("attention.head_count")), int(get("embedding_length"))
     return ArchSpec(
         family=family,
