@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kdjax.models.arch import ArchSpec
 from kdjax.models.attention import attend_runs
@@ -156,11 +156,16 @@ def _run_block(
     return decoder.finish(x, run.norm), kept
 
 
+def have_before(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Whether a place of the same document is before each."""
+    return jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
+
+
 def shift_states(
     hidden: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     """The state of the position before each, zeros before a document's first."""
-    same = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
+    same = have_before(segment_ids)
     return jnp.where(same[..., None], jnp.roll(hidden, 1, axis=1), 0)
 
 

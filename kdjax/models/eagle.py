@@ -50,7 +50,7 @@ from kdjax.models.decoder import (
     rotate,
     take_layer,
 )
-from kdjax.models.draft_functions import shift_states
+from kdjax.models.draft_functions import have_before, shift_states
 from kdjax.models.tapped import HeadShape, TappedFunctions, compute_angles, size_layers
 
 PART = "eagle3"  # the head's name among the parameters of its target
@@ -240,5 +240,4 @@ class EagleFunctions(TappedFunctions):
 
 def leave_first(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Segments without the first place of each, which has no state before it: 0 there."""
-    same = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(same, segment_ids, 0)
+    return jnp.where(have_before(segment_ids), segment_ids, 0)
