@@ -1,9 +1,12 @@
 """HumanEval written by llama.cpp and by kdjax: the same prompts, and the same greedy answers."""
 
+import contextlib
 import dataclasses
+import importlib.machinery
 import json
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -16,9 +19,9 @@ from kdjax import demo
 from kdjax.data.pipeline import eval_batches
 from kdjax.evaluation import passk, problems
 from kdjax.evaluation.heldout import read_text
-from kdjax.models.decoding import Sampling
+from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.tokenizer import load_tokenizer
-from scripts.checks import llama_answers, llama_draft, llama_kl
+from scripts.checks import compare_passk, llama_answers, llama_draft, llama_kl
 from scripts.checks.llama_answers import count_equal, serve
 
 
@@ -104,6 +107,42 @@ def test_what_two_writers_share_is_counted_by_problem():
     ours = found((0, "a", "passed"), (1, "b", "passed"), (2, "c", "timeout"))
     theirs = found((2, "d", "timeout"), (1, "b", "passed"), (3, "e", "passed"))
     assert count_equal(ours, theirs) == {"problems": 2, "answers": 1, "verdicts": 2}
+
+
+def test_a_file_is_judged_by_three_wordings(models, tmp_path, monkeypatch, capsys):
+    """Its server begins once; names are those of `kdjax evaluate --wording=all`."""
+    prompts, served = [], []
+
+    @contextlib.contextmanager
+    def fake(model, **sizes):
+        served.append(model)
+        yield "http://localhost:1"
+
+    def answer(self, ids, stops):
+        prompts.append(load_tokenizer(models / "student.gguf").decode(ids))
+        return Completion([], "    return a + 1\n", "stop", [])
+
+    monkeypatch.setattr(llama_answers, "serve", fake)
+    monkeypatch.setattr(llama_answers, "ask", lambda *_: {})
+    monkeypatch.setattr(llama_answers.Writer, "_answer", answer)
+    package = types.ModuleType("xllamacpp")
+    package.__spec__ = importlib.machinery.ModuleSpec("xllamacpp", None)
+    monkeypatch.setitem(sys.modules, "xllamacpp", package)
+    out, model = tmp_path / "out.json", models / "student.gguf"
+    flags = [str(model), f"--humaneval={humaneval(tmp_path)}", f"--json={out}", "--wording=all"]
+    flags += ["--limit=2", "--slots=1", "--allow-unsandboxed"]
+    assert llama_answers.main(flags) == 0 and served == [model]
+    found = compare_passk.read(out)
+    wordings = {name: figures["wording"] for name, figures in found.items()}
+    names = "humaneval", "humaneval request", "humaneval bare"
+    assert wordings == dict(zip(names, ("instruct", "request", "bare"), strict=True))
+    assert len(prompts) == 6 and prompts[4].endswith('"""Adds 0 to a."""\n')
+    assert "instruct" not in prompts[4] and len(set(prompts)) == 6
+    assert compare_passk.passed(found["humaneval bare"])["HumanEval/1"] == [True]
+    assert llama_answers.main([*flags, f"--against={out}"]) == 0
+    assert capsys.readouterr().out.count("2 problems, 2 answers, 2 verdicts") == 3
+    rows = compare_passk.over_seeds([out], [out])
+    assert any("mean of 3 wordings" in row for row in rows)
 
 
 def test_what_is_refused_is_refused_before_an_answer(tmp_path, capsys, monkeypatch):

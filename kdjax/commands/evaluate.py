@@ -223,7 +223,7 @@ def _list_passes(args: argparse.Namespace) -> tuple[BenchmarkPass, ...]:
     if not every:
         return (BenchmarkPass("", args.wording, ks, samples, sampling),)
     greedy = dataclasses.replace(sampling, temperature=0.0)
-    first, *others = (word for word in problems.WORDINGS if word != "base")
+    first, *others = problems.COMPARED
     passes = [BenchmarkPass("", first, (1,), 1, greedy)]
     passes += [BenchmarkPass(f" {wording}", wording, (1,), 1, greedy) for wording in others]
     if samples > 1:

@@ -22,6 +22,7 @@ from kdjax.models.tokenizer import Tokenizer
 
 WORDINGS = ("base", "instruct", "request", "bare")
 CHATS = ("instruct", "request")  # those that need a chat template
+COMPARED = WORDINGS[1:]  # what `--wording=all` asks, greedily
 HUMANEVAL_STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
 # MBPP's answer may begin with imports or helpers, so a second `def` does not end it.
 MBPP_STOPS = ("\nclass ", "\nassert", '\n"""', "\nprint", "\nif ", "\n```")

@@ -1,19 +1,21 @@
 """Lets llama.cpp write the answers to HumanEval and MBPP; kdjax's sandbox judges them.
 
     python -m scripts.checks.llama_answers student.gguf --humaneval=HumanEval.jsonl.gz \\
-        --wording=request --json=out.json [--against=kdjax.json]
+        --wording=all --json=out.json [--against=kdjax.json]
 
 A GGUF file is served by llama.cpp's own server (`pip install xllamacpp`, on a CPU; or one that
 serves the same file already, with `--server=URL`, such as `llama-server -np 64 -c 131072 -ngl 99`
-on a GPU), which reads the ids of the very prompts of `kdjax evaluate` and answers greedily. The
-JSON is that of `kdjax evaluate`, so that `scripts.checks.compare_passk` pairs two of them;
-`--against` counts how many answers and verdicts are those that another writer of the same file
-has. Exit status: 0 done, 2 bad input, 77 xllamacpp is missing.
+on a GPU), which reads the ids of the very prompts of `kdjax evaluate` and answers greedily, with
+`--wording=all` in its three wordings. The JSON is that of `kdjax evaluate`, so that
+`scripts.checks.compare_passk` pairs two of them; `--against` counts how many answers and verdicts
+are those that another writer of the same file has. Exit status: 0 done, 2 bad input, 77 xllamacpp
+is missing.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -150,7 +152,8 @@ def parser() -> argparse.ArgumentParser:
     add("model", type=Path, help="a GGUF file")
     add("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl.gz")
     add("--mbpp", type=Path, metavar="FILE", help="mbpp.jsonl")
-    add("--wording", choices=problems.WORDINGS, default="instruct")
+    words = "all: three wordings, as `kdjax evaluate` has them"
+    add("--wording", choices=(*problems.WORDINGS, "all"), default="instruct", help=words)
     add("--limit", type=int, default=0, help="only the first problems of each; 0: all")
     add("--max-tokens", type=int, default=768, help="of an answer")
     add("--positions", type=int, default=2048, help="of a slot")
@@ -170,15 +173,18 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
     }
     if not paths:
         raise UserError("found no problems; expected --humaneval=FILE or --mbpp=FILE.")
+    first, *others = problems.COMPARED if args.wording == "all" else (args.wording,)
+    ways = {"": first} | {f" {wording}": wording for wording in others}
     asked = {
-        name: problems.BENCHMARKS[name](path)[: args.limit or None] for name, path in paths.items()
+        f"{name}{way}": (problems.BENCHMARKS[name](path)[: args.limit or None], wording)
+        for name, path in paths.items()
+        for way, wording in ways.items()
     }
     sandbox.check(args.allow_unsandboxed)
     tokenizer = load_tokenizer(args.model)
-    if args.wording in problems.CHATS and not tokenizer.chat_template:
+    if first in problems.CHATS and not tokenizer.chat_template:
         raise UserError(f"{args.model}: found no chat template; expected --wording=base or bare.")
     settings = passk.Settings(
-        wording=args.wording,
         batch_size=args.slots,
         room=args.positions - args.max_tokens,
         allow_unsandboxed=args.allow_unsandboxed,
@@ -188,7 +194,10 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
     served = contextlib.nullcontext(args.server) if args.server else serve(args.model, **sizes)
     with served as address:
         writer = Writer(address, args)
-        benchmarks = [passk.Benchmark(of, writer.answer, settings) for of in asked.values()]
+        benchmarks = [
+            passk.Benchmark(of, writer.answer, dataclasses.replace(settings, wording=wording))
+            for of, wording in asked.values()
+        ]
         document |= zip(asked, passk.run_benchmarks(benchmarks, tokenizer), strict=True)
     return document
 
@@ -203,9 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     other = compare_passk.read(args.against) if args.against else {}
     make_place(args.json)
     document = judge(args)
-    for name in problems.BENCHMARKS:
-        if name not in document:
-            continue
+    for name in (x for x in document if x.partition(" ")[0] in problems.BENCHMARKS):
         print("\n".join(table.describe_benchmark(name, document[name])))
         if name in other:
             document[name]["equal"] = equal = count_equal(document[name], other[name])
