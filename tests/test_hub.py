@@ -530,6 +530,31 @@ def test_a_file_comes_with_a_card_and_no_token(fake, said, models, tmp_path, mon
     assert hub_address.endswith(COMMIT) and "base_model" not in str(stored["README.md"])
 
 
+def test_a_shrunk_file_comes_with_the_card_next_to_it(fake, models, tmp_path):
+    """Unless the card is another file's, or a run is named; paths of this machine stay here."""
+    file, card = tmp_path / "small.gguf", tmp_path / "small.md"
+    file.write_bytes((models / "student.gguf").read_bytes())
+    words = "Made by `kdjax shrink` of big.gguf, on text of `/home/me/text/`.\n\n| 0.1 |\n"
+    card.write_text(f"# small.gguf\n\n{words}")
+    push_to_hub(file, "me/Small-GGUF")
+    stored = fake.repositories["me/Small-GGUF"]
+    assert set(stored) == {"small.gguf", "README.md"}
+    front, sent = stored["README.md"].decode().split("---\n")[1:3]
+    assert yaml.safe_load(front)["library_name"] == "gguf"
+    assert sent.startswith("\n# small.gguf\n\nMade by `kdjax shrink` of big.gguf")
+    assert "| 0.1 |" in sent and "/home/me" not in sent
+    for text in (f"# other.gguf\n\n{words}", "# small.gguf\n\nMine.\n"):
+        card.write_text(text)
+        push_to_hub(file, "me/Small-GGUF")
+        assert b"exported by kdjax" in stored["README.md"] and b"0.1 |" not in stored["README.md"]
+    card.write_text(f"# small.gguf\n\n{words}")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "receipt.json").write_text('{"student": {"sha256": "5d"}}')
+    push_to_hub(file, "me/Small-GGUF", run=run)
+    assert b"`5d`" in stored["README.md"] and b"0.1 |" not in stored["README.md"]
+
+
 def test_a_folder_is_uploaded_as_it_was_exported(fake, models, tmp_path):
     export_hf(load(models / "student.gguf", dtype="float32"), tmp_path / "hf")
     push_to_hub(tmp_path / "hf", "me/student")

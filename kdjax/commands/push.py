@@ -2,6 +2,7 @@
 
     kdjax push runs/a ORG/REPO --type=bf16
     kdjax push student-q4_k_m.gguf ORG/REPO-GGUF --run=runs/a
+    kdjax push small.gguf ORG/REPO-GGUF                      # made by kdjax shrink, with its card
     kdjax push exported/adapter ORG/REPO-lora --private
 
 Of a workdir the best checkpoint is exported, checked and uploaded as a Transformers folder. A model

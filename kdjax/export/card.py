@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from kdjax import __version__
@@ -57,7 +58,7 @@ def model_card(
     """
     receipt = cast(Mapping[str, Any], hide_folders(receipt or {}))
     identity = cast(Mapping[str, Any], hide_folders(identity or {}))
-    lines = [_front(receipt, library, relation), f"# {name or 'Exported student'}", ""]
+    lines = [front_matter(receipt, library, relation), f"# {name or 'Exported student'}", ""]
     lines.append(_opening(spec, step, bool(receipt or identity)))
     unknown = []
     if hashes := _list_hashes(receipt, identity):
@@ -83,8 +84,8 @@ def model_card(
     return "\n".join([*lines, "", _closing(receipt), ""])
 
 
-def _front(receipt: Mapping[str, Any], library: str, relation: str) -> str:
-    """The metadata that the Hub reads."""
+def front_matter(receipt: Mapping[str, Any], library: str, relation: str) -> str:
+    """Makes the metadata that the Hub reads: the lines before a card's title."""
     sources = receipt.get("sources") or {}
     base = [HubPath.parse(text, MODEL).repository for text in sources.get("student.path", ())]
     texts = [text for text in sources.get("data.train", ()) if text.startswith(PREFIX)]
@@ -96,6 +97,21 @@ def _front(receipt: Mapping[str, Any], library: str, relation: str) -> str:
     if data:
         lines += ["datasets:", *(f"- {one}" for one in data)]
     return "\n".join([*lines, "tags:", "- distillation", "- kdjax", "---", ""])
+
+
+def head_card(name: str) -> str:
+    """Makes the lines that the card of a file of `kdjax shrink` begins with."""
+    return f"# {name}\n\nMade by `kdjax shrink` of "
+
+
+def read_card(file: Path) -> str:
+    """Reads the card that `kdjax shrink` wrote next to a file; "" for none, or another file's.
+
+    Absolute paths lose their folders.
+    """
+    card = file.with_suffix(".md")
+    text = card.read_text(errors="replace") if card.is_file() else ""
+    return hide_folders(text) if text.startswith(head_card(file.name)) else ""
 
 
 def _opening(spec: ArchSpec, step: int | None, trained: bool) -> str:

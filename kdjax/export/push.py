@@ -7,7 +7,7 @@ from typing import Any
 
 from kdjax import hub
 from kdjax.errors import MissingFileError, UserError
-from kdjax.export.card import model_card
+from kdjax.export.card import front_matter, model_card, read_card
 from kdjax.formats.safetensors import is_model_folder
 from kdjax.formats.saved import read_receipt
 from kdjax.models.checkpoint import open_checkpoint
@@ -25,8 +25,9 @@ def push_to_hub(
     """Uploads an exported folder, or a GGUF or .apr file with a model card, in one commit.
 
     `repository` is ORG/REPO, made if it is not there, then `private` if asked. `run` is the workdir
-    whose receipt the card of a file repeats; a folder of `export_hf` has its card already. Returns
-    the address of the commit. Raises `UserError` for what no export made, and as `hub.upload` does.
+    whose receipt the card of a file repeats; without it a file of `kdjax shrink` has the card next
+    to it, and a folder of `export_hf` has its card already. Returns the address of the commit.
+    Raises `UserError` for what no export made, and as `hub.upload` does.
 
         kdjax.export_gguf(student, "student-q4_k_m.gguf", dtype="q4_k_m")
         kdjax.push_to_hub("student-q4_k_m.gguf", "org/student-GGUF")
@@ -70,5 +71,7 @@ def _describe_file(path: Path, receipt: dict[str, Any]) -> str:
     types = {checkpoint.table.info(name).dtype for name in checkpoint.table}
     relation = "finetune" if types <= {"F32", "F16", "BF16"} else "quantized"
     library = path.suffix.removeprefix(".")
+    if not receipt and (card := read_card(path)):
+        return front_matter({}, library, relation) + "\n" + card
     known: Any = dict(receipt=receipt, library=library, relation=relation)
     return model_card(checkpoint.spec, name=path.name, **known)
