@@ -6,6 +6,9 @@ import dataclasses
 import gc
 import logging
 import os
+import threading
+import zlib
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +26,8 @@ import jax
 import pytest
 from _pytest.unraisableexception import gc_collect_iterations_key
 from absl import flags
-from jax._src import compiler
+from jax._src import compilation_cache, compiler
+from jax._src.interpreters import mlir
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -47,6 +51,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 for _name, _value in _COMPILING.items():
     jax.config.update(_name, _value)
     os.environ[_name.upper()] = str(_value)  # for the processes that tests start
+if not any(getattr(compilation_cache, name, None) for name in ("zstd", "zstandard")):
+    # zlib's default level took 5.5 ms a program, a fourteenth of a test that compiles 75 of them.
+    compilation_cache.compress_executable = partial(zlib.compress, level=1)
 _choose_key = compiler._resolve_compilation_strategy
 
 
@@ -72,6 +79,20 @@ def _compile_once(backend, module, devices, options, callbacks):
 
 
 compiler.backend_compile_and_load = _compile_once
+_make_context, _contexts = mlir.make_ir_context, threading.local()
+
+
+def _share_context():
+    """One MLIR context for 11 programs of a thread: one for each was a third of lowering."""
+    number = getattr(_contexts, "number", 0)
+    if number % 11 == 0:  # a context keeps the constants of its programs
+        _contexts.shared = _make_context()
+    _contexts.number = number + 1
+    return _contexts.shared
+
+
+if not hasattr(mlir, "_thread_local_context"):  # a later JAX does it by itself
+    mlir.make_ir_context = _share_context
 # glibc's, which other C libraries and macOS do not have. XLA's 89 threads share two arenas, else
 # what is free lies in 16 of them, and blocks of 256 kB and more are returned when they are freed.
 _libc = ctypes.CDLL(None)
@@ -95,9 +116,10 @@ def pytest_collection_finish():
     sharding.leave_cache_out = lambda: None  # a session has both
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+    _dropped[0] = _measure_memory()
 
 
-_began = [0.0]  # memory of the process when its module began
+_dropped = [0.0]  # memory of the process when its programs were dropped, or when it began
 
 
 def _measure_memory():
@@ -107,31 +129,34 @@ def _measure_memory():
     return 0
 
 
-def _drop_programs():
-    jax.clear_caches()
-    gc.collect()
-    _trim(0)
+def _drop_programs(grown):
+    """Drops compiled programs and traces if the process has grown by so many bytes with them.
+
+    glibc keeps what was freed, unless it is told to return it.
+    """
+    if _measure_memory() > _dropped[0] + grown:
+        _compiled.clear()
+        jax.clear_caches()
+        gc.collect()
+        _trim(0)
+        _dropped[0] = max(_dropped[0], _measure_memory() - 1e8)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_end():
-    """Compiled programs and what was traced end with their module: a process grew to 6.8 GB.
+    """Programs end with their module, if they are many: a process grew to 6.8 GB.
 
-    glibc keeps what was freed, unless it is told to return it.
+    The next of several small modules finds the programs that load the same models.
     """
-    _began[0] = _measure_memory()
     yield
-    _compiled.clear()
-    _drop_programs()
+    _drop_programs(2e8)
 
 
 @pytest.fixture(autouse=True)
 def _few_programs():
     """The programs of a large module end earlier: they were 600 MB of tests/test_export.py."""
     yield
-    if _measure_memory() > _began[0] + 3e8:
-        _drop_programs()
-        _began[0] = max(_began[0], _measure_memory() - 1e8)
+    _drop_programs(3e8)
 
 
 @pytest.fixture(autouse=True)
