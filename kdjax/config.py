@@ -105,6 +105,7 @@ class StudentConfig:
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
     block: str = ""  # own | new (MTP) | dspark | eagle3: what to train, for teacher.path=self
     later_drafts: str = ""  # weights of a pass's drafts after the first, such as 0.6,0.35; "": none
+    draft_ids: int = 0  # ids that an eagle3 head drafts, the most frequent of the text; 0: all
     dspark: DSparkConfig = field(default_factory=DSparkConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -620,6 +621,7 @@ _RULES: dict[str, _Rule] = {
         _is_read_by(split_drafts),
         f"empty, or at most {MOST_LATER} numbers above 0, such as 0.6,0.35 for three drafts a pass",
     ),
+    "student.draft_ids": _NON_NEGATIVE,
     "student.lora.rank": _NON_NEGATIVE,
     "student.lora.alpha": _POSITIVE,
     "student.lora.weights": _choice("packed", "dense", "float8"),
@@ -775,6 +777,12 @@ CONFLICTS = (
         "",
         {"student.block": DSPARK},
         "a head drafts all tokens of a pass at once",
+    ),
+    Conflict(
+        "student.block",
+        EAGLE3,
+        {"student.draft_ids": _SET},
+        "other heads draft all ids, as llama.cpp runs them",
     ),
     Conflict(
         "student.init", "checkpoint", {"teacher.path": SELF}, "the teacher is the student's file"

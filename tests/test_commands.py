@@ -540,6 +540,7 @@ ODD = {
     "student.start": "x",
     "student.block": "own",
     "student.later_drafts": "0.5",
+    "student.draft_ids": 64,
     "student.dspark.confidence": 1.0,
     "student.lora.rank": 4,
     "student.lora.weights": "float8",

@@ -16,10 +16,9 @@ from test_dspark import (
     PROMPTS,
     SHAPE,
     _run_blocks,
-    ask_server,
     check_gradient,
+    check_served,
     compile_step,
-    count,
     draft_by_hand,
     model,
     path,
@@ -203,23 +202,7 @@ def test_the_head_drafts_and_the_text_stays(model, learned):
 @needs_llama_cpp
 def test_llama_cpp_accepts_as_many(path, model, learned, tmp_path):
     """Its `draft-dflash` changes no text, and accepts what kdjax does, after the first id."""
-    export_head(learned, tmp_path / "h.gguf", dtype="f32")
-    head, total = dict(draft=tmp_path / "h.gguf", kind="dflash", most=DRAFTS), 0
-    plain, drafting = (ask_server(path, PROMPTS, **served) for served in ({}, head))
-    for prompt, alone, answer in zip(PROMPTS, plain, drafting, strict=True):
-        ids = answer["tokens"]
-        assert ids == alone["tokens"]
-        how = dict(draft=learned, draft_tokens=DRAFTS, max_tokens=29, stop_ids=())
-        ours = model.generate([prompt + ids[:1]], **how)[0]
-        assert ours.ids == ids[1:]
-        drafted, accepted = (count(key, [answer]) for key in ("draft_n", "draft_n_accepted"))
-        # It drafts no further than the answer goes, which cuts at most the last four rounds; of the
-        # last one kdjax counts all.
-        rounds = 29 - accepted
-        assert DRAFTS * (rounds - DRAFTS) <= drafted <= DRAFTS * rounds
-        assert 0 <= ours.drafted.accepted - accepted <= DRAFTS
-        total += accepted
-    assert total > 10
+    check_served(path, model, learned, tmp_path, DRAFTS)
 
 
 def test_files_keep_the_head(model, head, tmp_path):

@@ -442,44 +442,77 @@ def count_sure(model, text, start):
     return [*(best[:, -1] - best[:, -2] < 0.02), True].index(True)
 
 
-@pytest.mark.slow
-@needs_llama_cpp
-def test_llama_cpp_writes_a_llamas_text_with_its_head(tmp_path):
-    """Its text with the head is its text without, whatever the confidence, and kdjax's."""
-    random = wide("llama", str(write_small_tokenizer(tmp_path / "tokenizer.gguf")))
+def check_served(path, model, head, folder, most):
+    """llama.cpp's text with a head is its text without; it accepts what kdjax does, and some."""
+    export_head(head, folder / "h.gguf", dtype="f32")
+    served, total = dict(draft=folder / "h.gguf", kind=head.functions.shape.kind, most=most), 0
+    plain, drafting = (ask_server(path, PROMPTS, **how) for how in ({}, served))
+    for prompt, alone, answer in zip(PROMPTS, plain, drafting, strict=True):
+        ids = answer["tokens"]
+        assert ids == alone["tokens"]
+        # It draws the first id from the prompt's pass.
+        how = dict(draft=head, draft_tokens=most, max_tokens=29, stop_ids=())
+        ours = model.generate([prompt + ids[:1]], **how)[0]
+        assert ours.ids == ids[1:]
+        drafted, accepted = (count(key, [answer]) for key in ("draft_n", "draft_n_accepted"))
+        # It drafts no further than the answer goes, which cuts at most the last rounds; of the
+        # last one kdjax counts all.
+        rounds = 29 - accepted
+        assert most * (rounds - most) <= drafted <= most * rounds
+        assert 0 <= ours.drafted.accepted - accepted <= most
+        total += accepted
+    assert total > 10
+
+
+def make_llama(folder):
+    """A Llama's file whose layers change little, the model, and prompts of its ids."""
+    random = wide("llama", str(write_small_tokenizer(folder / "tokenizer.gguf")))
     # llama.cpp draws padding rows as well, and no end of a text: both say nothing here.
     drawn = np.arange(random.spec.vocab_size) < min(random.tokenizer.special_ids)
     random = random.replace(
         params={**random.params, "head": random.params["head"] * drawn[:, None]}
     )
-    kdjax.export_gguf(calm(random), tmp_path / "m.gguf", dtype="f32")
-    model = kdjax.load(tmp_path / "m.gguf", dtype="float32")
-    made = make_head(model, layers=1, slots=SLOTS, rank=RANK, taps=(0, 2))
-    prompts = [[i % 130 + 3 for i in prompt] for prompt in PROMPTS]
-    trained = teach(model, made, prompts)
-    export_head(trained, tmp_path / "h.gguf", dtype="f32")
-    head = dict(draft=tmp_path / "h.gguf", kind="dspark", most=SLOTS)
-    plain, drafted, sure = (
-        ask_server(tmp_path / "m.gguf", prompts, **served)
-        for served in ({}, head, head | dict(least=0.5))
-    )
+    kdjax.export_gguf(calm(random), folder / "m.gguf", dtype="f32")
+    model = kdjax.load(folder / "m.gguf", dtype="float32")
+    return folder / "m.gguf", model, [[i % 130 + 3 for i in prompt] for prompt in PROMPTS]
+
+
+def check_llamas_text(path, model, prompts, head, most, **more):
+    """llama.cpp's text with a head is its text without, and kdjax's where that is sure.
+
+    Returns its answers with the head, and, with settings `more` of the server, those with these.
+    """
+    file = path.with_name("h.gguf")
+    export_head(head, file, dtype="f32")
+    served = dict(draft=file, kind=head.functions.shape.kind, most=most)
+    settings = [{}, served, *([served | more] if more else [])]
+    plain, *drafted = (ask_server(path, prompts, **how) for how in settings)
     begun = [prompt + answer["tokens"][:1] for prompt, answer in zip(prompts, plain, strict=True)]
-    ours = model.generate(
-        begun, draft=trained, draft_tokens=SLOTS, max_tokens=29, stop_ids=(), batch_size=3
-    )
+    how = dict(draft=head, draft_tokens=most, max_tokens=29, stop_ids=(), batch_size=3)
     checked = 0
-    for row, (prompt, x) in enumerate(zip(begun, ours, strict=True)):
-        found = [answers[row]["tokens"][1:] for answers in (plain, drafted, sure)]
-        assert found[0] == found[1] == found[2]
+    for row, (prompt, x) in enumerate(zip(begun, model.generate(begun, **how), strict=True)):
+        first, *others = (answers[row]["tokens"][1:] for answers in (plain, *drafted))
+        assert all(other == first for other in others)
         same = count_sure(model, [*prompt, *x.ids], len(prompt))
-        assert found[0][:same] == x.ids[:same]
+        assert first[:same] == x.ids[:same]
         if same == len(x.ids):
-            accepted = count("draft_n_accepted", [drafted[row]])
-            assert 0 <= x.drafted.accepted - accepted <= SLOTS
+            accepted = count("draft_n_accepted", [drafted[0][row]])
+            assert 0 <= x.drafted.accepted - accepted <= most
         checked += same
     assert checked > 60
+    assert count("draft_n_accepted", drafted[0]) > 10
+    return drafted
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+def test_llama_cpp_writes_a_llamas_text_with_its_head(tmp_path):
+    """Its text with the head is its text without, whatever the confidence, and kdjax's."""
+    path, model, prompts = make_llama(tmp_path)
+    made = make_head(model, layers=1, slots=SLOTS, rank=RANK, taps=(0, 2))
+    trained = teach(model, made, prompts)
+    drafted, sure = check_llamas_text(path, model, prompts, trained, SLOTS, least=0.5)
     assert count("draft_n", sure) < count("draft_n", drafted)
-    assert count("draft_n_accepted", drafted) > 10
 
 
 def test_files_keep_the_head(model, head, tmp_path):

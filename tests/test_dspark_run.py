@@ -32,6 +32,7 @@ KINDS = {
     "dspark": SPARK,
     "dflash": SPARK | {"student.dspark.rank": 0, "student.dspark.confidence": 0.0},
     "eagle3": {"student.block": "eagle3", "student.later_drafts": "0.8,0.64"},
+    "some ids": {"student.block": "eagle3", "student.draft_ids": 64},
 }
 
 
@@ -73,6 +74,7 @@ def test_devices_that_share_weights_train_alike(run, tmp_path):
         ),
         ("dflash", ["dspark.layers=1", "dspark.slots=2"], ("dflash.block_size", 3)),
         ("eagle3", [], ("eagle3.block_count", 1)),
+        ("eagle3", ["draft_ids=64"], ("eagle3.block_count", 1)),
     ],
 )
 def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, flags, entry):
@@ -94,6 +96,7 @@ def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, 
     assert f"-md {out} --spec-type draft-{kind} --spec-draft-n-max " in said
     table = open_table(out)
     assert table.info("fc.weight").dtype == "F16" and table.metadata[entry[0]] == entry[1]
+    assert ("d2t" in table) == ("draft_ids=64" in flags)
     assert any("tensors changed" in line for line in verify(tmp_path / "o.run"))
     with_head = [f"--draft={out}", "--max-tokens=12", "--draft-tokens=2"]
     assert generate.main([str(served), "--prompt=def f", *with_head]) == 0

@@ -55,6 +55,7 @@ from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.model import Model
 from kdjax.models.nextn import take_block
 from kdjax.models.tokenizer import Tokenizer
+from kdjax.models.weights import SomeRows
 from kdjax.progress import counted
 from kdjax.training.heldout import compute_perplexity, count_bits
 from kdjax.training.pair import choose_vocabulary
@@ -232,7 +233,7 @@ def _entropy(log_probs: Array) -> Array:
 
 def position_values(
     hidden: Float[Array, "B T D1"],
-    head: Float[Array, "V1 D1"],
+    head: Float[Array, "V1 D1"] | SomeRows,
     labels: Int[Array, "B T"],
     teacher_hidden: Float[Array, "B T D2"] | None = None,
     teacher_head: Float[Array, "V2 D2"] | None = None,
@@ -249,6 +250,7 @@ def position_values(
     if ids is None or teacher_hidden is None or places is None:
         states = (teacher_hidden, teacher_head), (hidden, head)
         return read_positions(_compare, states, labels, spec=spec)
+    assert isinstance(head, Array)
     theirs = take_positions(teacher_hidden, places)
     states = (theirs, ids.take_teacher(teacher_head)), (hidden, ids.order_student(head))
     compare_shared = functools.partial(_compare, shared=ids.shared)
@@ -319,12 +321,14 @@ def compare_own(
     compute = jax.jit(functools.partial(position_values, spec=spec))
     with _precision(target):
         block = attach(target.load(mesh))
-        head = jax.block_until_ready(jax.jit(block.functions.head)(block.params))
+        functions: Any = block.functions
+        made = (jax.jit(make)(block.params) for make in functions.list_heads())
+        theirs, *_, ours = [*jax.block_until_ready([*made])] * 2
         states = block.hidden_states(mine, drafts=drafts)
         for batch, read in zip(mine, states, strict=True):
             layers, *own = (read[:, number] for number in range(drafts + 1))
-            inputs = batch["labels"], layers, head
-            found.append([_encode(compute(one, head, *inputs)) for one in own])
+            inputs = batch["labels"], layers, theirs
+            found.append([_encode(compute(one, ours, *inputs)) for one in own])
     return [[_decode(x, size) for x in texts] for texts in cluster.collect("values", found)]
 
 

@@ -50,6 +50,7 @@ def export_head(
         numbers = np.ascontiguousarray(tensor.layout.write_order(numbers))
         kind = dtype.upper() if numbers.ndim > 1 else "F32"
         rows.append((tensor.name, kind, numbers.shape, encode(numbers, kind)))
+    rows += [(name, "I64", x.shape, x.view(np.uint8)) for name, x in shape.tables.items()]
     values = vocabulary.gguf_values(
         checkpoint.tokenizer, checkpoint.tokenizer_files, shape.spec.vocab_size
     )

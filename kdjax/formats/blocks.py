@@ -385,8 +385,21 @@ BLOCKS: dict[str, BlockType] = {
 }
 
 
+def _refuse_integers(*_: Array) -> Array:
+    raise UserError("found a tensor of integers; expected numbers. It is no weight of a model.")
+
+
+# Types of tables, such as the ids of a draft head's vocabulary; no weight has them.
+INTEGERS: dict[str, BlockType] = {
+    "I64": BlockType(1, (8,), 27, _refuse_integers),
+    "BOOL": BlockType(1, (1,), -1, _refuse_integers),  # of safetensors alone
+}
+
+
 def block_type(dtype_name: str) -> BlockType:
-    """Looks up a type in `BLOCKS`; raises `UserError` for one that it lacks."""
+    """Looks up a type in `BLOCKS` or `INTEGERS`; raises `UserError` for one that both lack."""
+    if dtype_name in INTEGERS:
+        return INTEGERS[dtype_name]
     if dtype_name not in BLOCKS:
         raise UserError(
             f"found block type {dtype_name!r}; expected one of {', '.join(BLOCKS)}. "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kdjax.errors import MissingFileError, UserError
-from kdjax.formats.blocks import BLOCKS
+from kdjax.formats.blocks import BLOCKS, INTEGERS, block_type
 from kdjax.formats.files import (
     DOWNLOAD,
     Cursor,
@@ -39,7 +39,7 @@ _STRING, _ARRAY = 8, 9
 _SCALAR_TYPES = "<u1 <i1 <u2 <i2 <u4 <i4 <f4 |b1 <u8 <i8 <f8"
 _SCALARS = dict(zip((*range(8), 10, 11, 12), _SCALAR_TYPES.split(), strict=True))
 _SCALAR_NUMBERS = {np.dtype(name): number for number, name in _SCALARS.items()}
-_BLOCK_NAMES = {block.ggml: name for name, block in BLOCKS.items()}
+_BLOCK_NAMES = {block.ggml: name for name, block in (BLOCKS | INTEGERS).items()}
 # `enum ggml_type` from 0 on, "-" for a free number: errors can name types that `blocks` lacks.
 _GGML_TYPES = """
     F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS
@@ -191,7 +191,7 @@ def _read_entry(cursor: _Cursor, index: int) -> tuple[TensorInfo, int]:
         alias = "" if alias == "-" else f" ({alias})"
         found = f"block type {kind}{alias} in tensor {name!r}"
         remedy = "Take a Q4_K_M, Q5_K_M, Q6_K, Q8_0 or F16 file of the same model."
-        raise bad(path, found, f"one of {', '.join(_BLOCK_NAMES.values())}", remedy)
+        raise bad(path, found, f"one of {', '.join(BLOCKS)}", remedy)
     dtype = _BLOCK_NAMES[kind]
     return TensorInfo(name, shape, dtype, tensor_bytes(path, name, dtype, shape)), offset
 
@@ -266,7 +266,7 @@ class GGUFTable(TensorTable):
 
     Opening reads the header only. Raises `MissingFileError` for a missing shard and `UserError`
     for a file that is no little-endian GGUF v2 or v3, is damaged or, unless `whole` is False, cut
-    short, or holds a block type outside `blocks.BLOCKS`.
+    short, or holds a block type outside `blocks.BLOCKS` and `INTEGERS`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, whole: bool = True):
@@ -344,7 +344,7 @@ def _lay_out(
     for name, dtype, shape, _ in tensors:
         nbytes = tensor_bytes(path, name, dtype, shape)
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        kind = struct.pack("<IQ", BLOCKS[dtype].ggml, offset)
+        kind = struct.pack("<IQ", block_type(dtype).ggml, offset)
         header += [_pack_string(name), dims, kind]
         sizes.append(nbytes)
         offset += -(-nbytes // alignment) * alignment

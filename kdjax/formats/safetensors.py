@@ -20,7 +20,7 @@ import numpy as np
 import safetensors.numpy
 
 from kdjax.errors import MissingFileError, UserError
-from kdjax.formats.blocks import BLOCKS
+from kdjax.formats.blocks import block_type
 from kdjax.formats.files import (
     DOWNLOAD,
     TensorToWrite,
@@ -37,7 +37,8 @@ from kdjax.progress import counted
 
 _log = logging.getLogger("kdjax")
 _MAX_DIMS = 8
-_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_NUMBERS = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_DTYPES = _NUMBERS | {"I64": np.int64, "BOOL": np.bool_}  # these of tables, not of weights
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as PEFT names them
 SHARD_BYTES = 5_000_000_000  # long the default of `save_pretrained`; a larger tensor is a shard
@@ -72,7 +73,7 @@ def _read_entry(path: Path, name: str, entry: object) -> tuple[TensorInfo, int]:
         found = f"tensor {name!r} of type {str(dtype)[:80]}"
         save = "`model.to(torch.bfloat16).save_pretrained(...)`"
         remedy = f"Save the model again in bfloat16: {save}."
-        raise bad(path, found, f"one of {', '.join(_DTYPES)}", remedy)
+        raise bad(path, found, f"one of {', '.join(_NUMBERS)}", remedy)
     start, end = offsets
     nbytes = tensor_bytes(path, name, dtype, tuple(shape))
     if end - start != nbytes:
@@ -205,7 +206,7 @@ def read_peft(folder: Path) -> TensorTable:
 
 def _nbytes(tensor: TensorToWrite) -> int:
     _, dtype, shape, _ = tensor
-    return math.prod(shape) * BLOCKS[dtype].nbytes
+    return math.prod(shape) * block_type(dtype).nbytes
 
 
 def write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from kdjax.losses.divergences import acceptance, forward_kl
 from kdjax.losses.kd import WeighedLoss, shared_parts_and_gradient
 from kdjax.models.kernels.common import EXCLUDED
-from kdjax.models.weights import Scaled, mask_padding, unembed
+from kdjax.models.weights import Scaled, SomeRows, mask_padding, unembed
 
 
 class Given(NamedTuple):
@@ -35,8 +35,9 @@ class HeadMixture(NamedTuple):
     heads: tuple[Any, ...]
 
 
-# A matrix [V D] of numbers, or of float8 with a scale for each row; or none; or several.
-Head = Array | Scaled | Given | HeadMixture
+# A matrix [V D] of numbers, or of float8 with a scale for each row, or of some rows; or none; or
+# several.
+Head = Array | Scaled | SomeRows | Given | HeadMixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Weighing(NamedTuple):
     divergence: Array
     temperature: Array | None = None  # None: the loss's, and no schedule changes its alpha
     compared: Array | None = None  # 1 where the divergence counts at all, 0 elsewhere
+    known: Array | None = None  # 1 where the student has the label, 0 elsewhere; None: everywhere
 
 
 Weights = Array | Weighing
@@ -215,6 +217,8 @@ def scan_loss(
         loss = own.loss.combine(ce, divergence)
         if isinstance(weights, Weighing) and weights.compared is not None:
             divergence = jnp.where(weights.compared != 0, divergence, 0)
+        if isinstance(weights, Weighing) and weights.known is not None:
+            ce = jnp.where(weights.known != 0, ce, 0)
         sums = add_sums(sums, (loss, ce, divergence), weight)
         if not with_gradient:
             return (sums, d_head), (None, accepted)

@@ -26,7 +26,7 @@ from kdjax.losses.chunked import (
 )
 from kdjax.losses.divergences import acceptance, forward_kl, kl_divergence, log_softmax
 from kdjax.losses.kd import cross_entropy
-from kdjax.models.weights import Scaled, mask_padding
+from kdjax.models.weights import Scaled, SomeRows, mask_padding
 
 # Hidden states [B T D] and head [V D], as `chunked.compute_logits` takes them; None: no model.
 State = tuple[Any, Head | None]
@@ -143,6 +143,38 @@ def head_evaluation(
     start = EvalSums(zero, compared, compared, compared, compared, compared, zero)
     states = (hidden[0], student_head), (hidden[1], teacher_head)
     return scan_positions(add_chunk, start, states, labels, weights, spec=spec)[0]
+
+
+def evaluate_some(
+    student: tuple[Float[Array, "B T D1"], SomeRows],
+    teacher: tuple[Any, ...],
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    ids: Int[Array, " N"],
+    spec: HeadSpec,
+) -> EvalSums:
+    """Computes `head_evaluation` of a student whose head has `ids` alone.
+
+    Each model is its hidden states and its head.
+    Its cross-entropy, 0 for a label that it lacks, and the divergences are over these ids, on which
+    the teacher is normalised again, as in training. All other figures are over all ids.
+    """
+
+    def add_chunk(sums: EvalSums, logits: Sequence[Any], *columns: Array) -> tuple[EvalSums, None]:
+        (s, t), (label, place, weight) = logits, columns
+        ours, theirs = s[..., ids], t[..., ids]
+        soft = [log_softmax(x, spec.loss.temperature) for x in (theirs, ours)]
+        few, hard = ([log_softmax(x, 1.0) for x in pair] for pair in ((theirs, ours), (t, s)))
+        at = jnp.minimum(place, len(ids) - 1)
+        ces = jnp.where(place < len(ids), cross_entropy(ours, at), 0), cross_entropy(t, label)
+        same = jnp.argmax(s, axis=-1) == jnp.argmax(t, axis=-1)
+        compared = spec.loss.divergence(*soft), kl_divergence(*few), same, acceptance(*hard)
+        return add_sums(sums, (*ces, *compared, jnp.ones_like(weight)), weight), None
+
+    pairs = [(zero_unweighted(hidden, weights), head) for hidden, head in (student, teacher)]
+    columns = labels, student[1].places[labels], weights
+    start = EvalSums(*[jnp.zeros((), jnp.float32)] * 7)
+    return scan_positions(add_chunk, start, pairs, *columns, spec=spec)[0]
 
 
 def share_in_common(ids: Int[Array, "*B K"], others: Int[Array, "*B K"]) -> Float[Array, "*B"]:

@@ -21,6 +21,7 @@ from kdjax.formats import (
     open_table,
     rename_tensors,
 )
+from kdjax.formats.blocks import decode
 from kdjax.formats.files import load_json
 from kdjax.formats.safetensors import ADAPTER_CONFIG
 from kdjax.formats.saved import (
@@ -209,6 +210,13 @@ class Checkpoint:
     def sha256(self) -> str:
         """SHA-256 of the files' bytes, in hex; reads all of them at first access."""
         return content_hash(self.table)
+
+    def read_unembedding(self, ids: np.ndarray) -> np.ndarray:
+        """Rows of the unembedding, float32 `[N, D]`, of some `ids`."""
+        path = ("embed",) if self.spec.tied else ("head",)
+        (name,) = self.names[path]
+        raw = self.table.raw(name)[ids]
+        return np.asarray(decode(raw, self.table.info(name).dtype))
 
     def describe(self) -> str:
         """One line for a log."""

@@ -9,6 +9,7 @@ Letters: B rows, T positions, D hidden width.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,17 +83,18 @@ class DraftFunctions(DecoderFunctions):
         """
         decoder = self.merge(params)
         hidden = jax.lax.stop_gradient(decoder.hidden(tokens, segment_ids, positions))
-        states, keys, values = [hidden], [], []
 
-        def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            keys.append(k)
-            values.append(v)
-            return attend_runs(q, keys, values, segment_ids, scale=self.spec.score_scale), None
+        def draft(before: Array, mix: Mix) -> tuple[Array, Array]:
+            state, _ = _run_block(decoder, tokens, before, positions, mix)
+            return state, state
 
-        for _ in range(drafts):
-            before = shift_states(states[-1], segment_ids)
-            states.append(_run_block(decoder, tokens, before, positions, mix)[0])
-        return jnp.stack(states, axis=1)
+        scale = self.spec.score_scale
+        states = run_drafts(draft, hidden, segment_ids, segment_ids, drafts, scale=scale)
+        return jnp.stack([hidden, *states], axis=1)
+
+    def list_heads(self) -> tuple[Callable[[Params], Any], ...]:
+        """Functions that make unembeddings of `draft_runs`: one for layers and block."""
+        return (self.head,)
 
     def draft_prefill(
         self,
@@ -154,6 +156,33 @@ def _run_block(
 
     x, kept = run(run.join(decoder.embed_tokens(tokens), before), turn, mix, recall)
     return decoder.finish(x, run.norm), kept
+
+
+def run_drafts(
+    draft: Callable[[Array, Mix], tuple[Array, Array]],
+    first: Float[Array, "B T D"],
+    segment_ids: Int[Array, "B T"],
+    seen: Int[Array, "B T"],
+    drafts: int,
+    *,
+    scale: float,
+) -> list[Float[Array, "B T D"]]:
+    """Hidden states of the drafts of passes that begin at every token.
+
+    `draft(before, mix)` makes, of the states before each token, the states that the next draft
+    reads and the hidden states; the first draft reads `first`. Keys are those of `seen` segments.
+    """
+    keys, values, found = [], [], []
+
+    def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        keys.append(k)
+        values.append(v)
+        return attend_runs(q, keys, values, seen, scale=scale), None
+
+    for _ in range(drafts):
+        first, hidden = draft(shift_states(first, segment_ids), mix)
+        found.append(hidden)
+    return found
 
 
 def have_before(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:

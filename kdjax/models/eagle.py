@@ -17,27 +17,35 @@ The file of llama.cpp's `draft-eagle3`, `general.architecture` `eagle3`:
   as it came (`norm_before_residual` false), then the layer's. `output_norm` precedes the
   unembedding, and what the next draft reads has not passed it.
 - Rows of queries and keys are stored as pairs (i, i + E / 2), as of Llama.
-- `token_embd` and `output` are the target's, and so is the vocabulary (no `d2t`).
+- `token_embd` is the target's. `output` [N, D] may be the head's: of all ids of the target, or of
+  those in `d2t`, I64 [N], which alone the head drafts. Without `output` it is the target's.
 
 Sources: llama.cpp's src/models/eagle3.cpp and common/speculative.cpp
 (`common_speculative_impl_draft_eagle3`: place P holds the token of P + 1 with the state of P, so
 that a text's first token has no key). Training: vllm-project/speculators, models/eagle3/core.py
 (`ttt_steps`: true tokens, own states) and attention.py (the mask).
 
-Letters: B rows, T positions, N drafts and 1, D width, P taps.
+A smaller vocabulary makes a draft cheaper: on a small target most of it is the unembedding. Its
+ids are the most frequent ones, its rows begin as the target's and train. As in speculators the head
+learns the target's distribution normalised over these ids; a text's other ids teach no
+cross-entropy.
+
+Letters: B rows, T positions, N drafts and 1, D width, P taps, V vocabulary.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kdjax.models.arch import ArchSpec
-from kdjax.models.attention import attend_and_keep, attend_runs
+from kdjax.models.attention import attend_and_keep
 from kdjax.models.decoder import (
     Attention,
     Block,
@@ -50,8 +58,10 @@ from kdjax.models.decoder import (
     rotate,
     take_layer,
 )
-from kdjax.models.draft_functions import have_before, shift_states
+from kdjax.models.draft_functions import have_before, run_drafts
+from kdjax.models.shards import gather_shards
 from kdjax.models.tapped import HeadShape, TappedFunctions, compute_angles, size_layers
+from kdjax.models.weights import SomeRows
 
 PART = "eagle3"  # the head's name among the parameters of its target
 TAPS = 3
@@ -62,6 +72,9 @@ MOST_DRAFTS = 8  # a pass, that judge a head; it may draft more
 class EagleShape(HeadShape):
     """Everything that fixes a head's shapes and arithmetic."""
 
+    ids: tuple[int, ...] = ()  # of the target's vocabulary, which alone it drafts; (): all
+    own: bool = False  # whether the unembedding is its own; of some ids it is
+
     part: ClassVar[str] = PART
     kind: ClassVar[str] = "eagle3"  # type: ignore[misc]
     at_once: ClassVar[int] = 1  # type: ignore[misc]
@@ -70,11 +83,23 @@ class EagleShape(HeadShape):
     @property
     def sizes(self) -> "EagleSizes":
         """The sizes that were chosen."""
-        return EagleSizes(self.taps)
+        return EagleSizes(self.taps, self.ids, self.own)
+
+    @property
+    def tables(self) -> dict[str, np.ndarray]:
+        """See `HeadShape`: the target's id of each row of the unembedding."""
+        return {"d2t": np.asarray(self.ids, np.int64)} if self.ids else {}
 
     def build(self, compute: Compute, rngs: nnx.Rngs) -> "Eagle":
         """See `HeadShape`."""
         return Eagle(self, compute, rngs)
+
+    def begin(self, drawn: Params, read_rows: Callable[[np.ndarray], Any]) -> Params:
+        """See `HeadShape`: the unembedding begins with the target's rows."""
+        if not self.own:
+            return drawn
+        ids = np.asarray(self.ids or range(self.spec.vocab_size))
+        return {**drawn, "output": jnp.asarray(read_rows(ids), jnp.float32)}
 
 
 def choose_taps(layers: int) -> tuple[int, ...]:
@@ -87,11 +112,14 @@ class EagleSizes(NamedTuple):
     """Sizes that are chosen of a new head; its heads and widths are its target's."""
 
     taps: tuple[int, ...]  # (): low, middle and high
+    ids: tuple[int, ...] = ()  # that it drafts; (): all
+    own: bool = False  # whether it has an unembedding, though it drafts all ids
 
     def shape(self, target: ArchSpec) -> EagleShape:
         """The shape of a head of these sizes."""
         spec = size_layers(target, layers=1, family="llama", qk_norm=False)
-        return EagleShape(spec, tuple(self.taps) or choose_taps(target.num_layers))
+        taps, ids = tuple(self.taps) or choose_taps(target.num_layers), tuple(self.ids)
+        return EagleShape(spec, taps, ids, self.own or bool(ids))
 
 
 class EagleLayer(Block):
@@ -125,7 +153,7 @@ class EagleLayer(Block):
 
 
 class Eagle(nnx.Module):
-    """The head's own parameters: `fc`, the layer, a norm."""
+    """The head's own parameters: `fc`, the layer, a norm, and the unembedding if it has one."""
 
     def __init__(self, shape: EagleShape, compute: Compute, rngs: nnx.Rngs):
         spec, dtype = shape.spec, compute.param_dtype
@@ -137,6 +165,8 @@ class Eagle(nnx.Module):
         self.fc = Linear(len(shape.taps) * width, width, False, dtype, rngs)
         self.blocks = nnx.split_rngs(splits=1)(nnx.vmap(layer))(rngs)  # a stack of one
         self.norm = RMSNorm(width, spec.rms_eps, dtype)
+        if shape.own:  # `EagleShape.begin` has its numbers
+            self.output = nnx.Param(jnp.zeros((len(shape.ids) or spec.vocab_size, width), dtype))
         self.spec = spec
 
     def join(self, taps: Float[Array, "B T PD"]) -> Float[Array, "B T D"]:
@@ -181,19 +211,36 @@ class EagleFunctions(TappedFunctions):
         hidden, taps = jax.lax.stop_gradient(read)
         head = self.merge_head(params)
         x = jax.lax.stop_gradient(self.embed_tokens(params, tokens))
-        ids = leave_first(segment_ids)
-        keys, values, states, last = [], [], [hidden], head.join(taps)
 
-        def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            keys.append(k)
-            values.append(v)
-            scale = self.shape.spec.score_scale
-            return attend_runs(q, keys, values, ids, scale=scale), None
+        def draft(before: Array, mix: Mix) -> tuple[Array, Array]:
+            state, _ = head.run(x, before, positions, mix)
+            return state, head.norm(state).astype(hidden.dtype)
 
-        for _ in range(drafts):
-            last, _ = head.run(x, shift_states(last, segment_ids), positions, mix)
-            states.append(head.norm(last).astype(hidden.dtype))
-        return jnp.stack(states, axis=1)
+        ids, scale = leave_first(segment_ids), self.shape.spec.score_scale
+        states = run_drafts(draft, head.join(taps), segment_ids, ids, drafts, scale=scale)
+        return jnp.stack([hidden, *states], axis=1)
+
+    def head(self, params: Params) -> Any:
+        """The unembedding of the drafts, `[V, D]` or `SomeRows`."""
+        if not self.shape.own:
+            return super().head(params)
+        rows = gather_shards(params[PART]["output"])
+        return SomeRows(rows, place_ids(self.shape)) if self.shape.ids else rows
+
+    def stored_head(self, params: Params) -> Any:
+        """See `head`."""
+        return self.head(params) if self.shape.own else super().stored_head(params)
+
+    def head_parts(self, params: Params) -> list[tuple[Params, int]]:
+        """See `DecoderFunctions.head_parts`."""
+        if not self.shape.own:
+            return super().head_parts(params)
+        own = {PART: {"output": params[PART]["output"]}}
+        return [(own, self.shape.spec.hidden_size)]
+
+    def list_heads(self) -> tuple[Callable[[Params], Any], ...]:
+        """See `TappedFunctions`."""
+        return (super().head, self.head) if self.shape.own else (self.head,)
 
     def read_text(
         self,
@@ -236,6 +283,13 @@ class EagleFunctions(TappedFunctions):
         at = places[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x = self.embed_tokens(params, tokens)
         return self.merge_head(params).run(x, before, at, mix)
+
+
+def place_ids(shape: EagleShape) -> Int[Array, " V"]:
+    """The row of each id of the target in the unembedding of some ids; N without one."""
+    places = np.full(shape.spec.vocab_size, len(shape.ids), np.int32)
+    places[np.asarray(shape.ids)] = np.arange(len(shape.ids), dtype=np.int32)
+    return jnp.asarray(places)
 
 
 def leave_first(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

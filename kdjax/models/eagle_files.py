@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from kdjax.errors import UserError
 from kdjax.formats.table import TensorTable
 from kdjax.models.arch import ArchSpec
@@ -12,13 +14,12 @@ ARCHITECTURE = "eagle3"  # `general.architecture`
 _OWN = {
     ("fc", "weight"): "fc.weight",
     ("norm", "weight"): "output_norm.weight",
+    ("output",): "output.weight",
     ("blocks", "state_norm", "weight"): "blk.{i}.attn_norm_2.weight",
 }
 # Tensors of such files that kdjax does not compute with, and what they belong to.
 _OTHERS = {
-    "d2t": "a smaller vocabulary",
     "token_embd.weight": "an embedding",
-    "output.weight": "an unembedding",
     "rope_freqs.weight": "a scaled rotation",
 }
 # Key-values of such files, likewise.
@@ -48,7 +49,27 @@ def read_shape(table: TensorTable, target: ArchSpec) -> EagleShape:
             f"{source}: found an EAGLE-3 head of {spec.num_layers} layers and {len(taps)} taps; "
             f"expected 1 layer and {TAPS} taps, as llama.cpp does."
         )
-    return EagleShape(spec, taps)
+    return EagleShape(spec, taps, _read_ids(table, target), "output.weight" in table)
+
+
+def _read_ids(table: TensorTable, target: ArchSpec) -> tuple[int, ...]:
+    """The ids that the head drafts, () for all; raises `UserError` for a table that cannot be."""
+    if "d2t" not in table:
+        return ()
+    info, source = table.info("d2t"), table.paths[0]
+    if info.dtype != "I64" or len(info.shape) != 1 or "output.weight" not in table:
+        raise UserError(
+            f"{source}: found d2t of {info.dtype} {list(info.shape)}; expected I64 of one axis, "
+            "with an output.weight of as many rows."
+        )
+    ids = np.frombuffer(table.raw("d2t"), "<i8")
+    if ids.min() < 0 or ids.max() >= target.vocab_size or len(np.unique(ids)) < len(ids):
+        raise UserError(
+            f"{source}: found ids from {ids.min()} to {ids.max()} in d2t, {len(np.unique(ids))} "
+            f"different ones of {len(ids)}; expected different ids below {target.vocab_size}, the "
+            "model's. The head belongs to another model."
+        )
+    return tuple(ids.tolist())
 
 
 FORMAT = HeadFormat(ARCHITECTURE, PART, EagleFunctions, EagleSizes, _OWN, read_shape, list_entries)

@@ -1,6 +1,7 @@
 """Heads that draft (`models.tapped`): drawn, read from llama.cpp's files, attached to a target."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,19 +82,28 @@ def make_head(
     return _make(model, HeadSizes(layers, slots, rank, mask, taps, confident and rank > 0), seed)
 
 
-def make_eagle(model: Model, *, seed: int = 0, taps: tuple[int, ...] = ()) -> Model:
+def make_eagle(
+    model: Model, *, seed: int = 0, taps: tuple[int, ...] = (), ids: Sequence[int] = ()
+) -> Model:
     """A new EAGLE-3 head for a model, drawn by `seed`, as a model that drafts for it.
 
     Its one layer drafts a token a pass, and reads the inputs of the three layers `taps`, by default
-    the third, the middle one and the third to last. All else is as of `make_head`; llama.cpp runs
-    it as `draft-eagle3`. Raises `UserError` for a model that such a head cannot draft for.
+    the third, the middle one and the third to last. With `ids` it drafts these alone, by its own
+    rows of the unembedding, which begin as the model's and train. All else is as of `make_head`;
+    llama.cpp runs it as `draft-eagle3`. Raises `UserError` for a model that such a head cannot
+    draft for, and for ids that it does not have.
 
         model = kdjax.load("model-q4_k_m.gguf", weights="packed")
         head = kdjax.make_eagle(model)
     """
     if len(taps) not in (0, TAPS):
         raise UserError(f"found taps={taps}; expected {TAPS} layers, or () for the default ones.")
-    return _make(model, EagleSizes(taps), seed)
+    if len(ids) and (len({*ids}) < len(ids) or not 0 <= min(ids) <= max(ids) < model.vocab_size):
+        raise UserError(
+            f"{model.name}: found {len(ids)} ids, {len({*ids})} different ones, from {min(ids)} to "
+            f"{max(ids)}; expected different ones from 0 to {model.vocab_size - 1}."
+        )
+    return _make(model, EagleSizes(taps, tuple(map(int, ids))), seed)
 
 
 def _make(model: Model, sizes: HeadSizes | EagleSizes, seed: int) -> Model:
@@ -102,7 +112,8 @@ def _make(model: Model, sizes: HeadSizes | EagleSizes, seed: int) -> Model:
     shape = sizes.shape(spec)
     if sizes.taps:
         _check_taps(sizes.taps, model)
-    return attach_head(model, shape, {shape.part: draw_head(shape, seed)})
+    drawn = draw_head(shape, seed, lambda ids: jax.jit(model.functions.head)(model.params)[ids])
+    return attach_head(model, shape, {shape.part: drawn})
 
 
 def _check_decoder(model: Model) -> ArchSpec:

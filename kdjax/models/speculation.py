@@ -37,7 +37,7 @@ from kdjax.models.draft_functions import DraftFunctions, shift_states
 from kdjax.models.dspark import DSparkFunctions
 from kdjax.models.shards import Spread
 from kdjax.models.tapped import TappedFunctions
-from kdjax.models.weights import mask_padding, unembed
+from kdjax.models.weights import SomeRows, mask_padding, unembed
 
 MOST_DRAFTS = 64
 # See `DraftWriter._draft`.
@@ -200,7 +200,7 @@ class DraftWriter:
         hidden, cache = extend(params, read, slots.places, slots.cache[0], layers)
         return hidden, cache, hidden
 
-    def _logits(self, hidden: Array, head: Array, real: int) -> Float[Array, "B N V"]:
+    def _logits(self, hidden: Array, head: Array | SomeRows, real: int) -> Float[Array, "B N V"]:
         """Over the ids of the big model, -inf where there is none."""
         logits = mask_padding(unembed(hidden, head)[..., : self.big.real], real, -jnp.inf)
         room = self.big.real - logits.shape[-1]
@@ -254,7 +254,7 @@ class DraftWriter:
         return drafts, logits, keep_first, None
 
     def _choose(
-        self, hidden: Array, keys: Any, *, head: Array, sampling: Sampling
+        self, hidden: Array, keys: Any, *, head: Array | SomeRows, sampling: Sampling
     ) -> tuple[Array, Array | None]:
         """A draft for each row from its hidden state `[B, 1, D]`, and the logits of the draw."""
         logits = self._logits(hidden, head, self.small.real)
@@ -512,7 +512,7 @@ def time_drafts(
     greedy = Sampling()
 
     @jax.jit
-    def run(params: Params, head: Array) -> Array:
+    def run(params: Params, head: Array | SomeRows) -> Array:
         def draft(last: Array, _: None) -> tuple[Array, None]:
             slots = Slots((None, cache), last=last, numbers=zero, done=zero > 0, **fixed)
             return writer._draft(params, head, slots, keys, greedy)[0][:, -1], None

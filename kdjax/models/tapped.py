@@ -9,9 +9,11 @@ Letters: B rows, T positions, D width, P taps.
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -51,9 +53,18 @@ class HeadShape(abc.ABC):
     def sizes(self) -> Any:
         """The sizes that were chosen, a named tuple; its `shape(target)` is this shape."""
 
+    @property
+    def tables(self) -> dict[str, np.ndarray]:
+        """Tables of int64 in its file, by their names: here none."""
+        return {}
+
     @abc.abstractmethod
     def build(self, compute: Compute, rngs: nnx.Rngs) -> nnx.Module:
         """A new head."""
+
+    def begin(self, drawn: Params, read_rows: Callable[[np.ndarray], Any]) -> Params:
+        """Parameters of a new head, given the drawn ones and rows of the target's unembedding."""
+        return drawn
 
     def list_states(self) -> list[str]:
         """Names of the taps, for `states.hidden_and_states`."""
@@ -83,6 +94,10 @@ class TappedFunctions(DecoderFunctions):
         names = self.shape.list_states()
         hidden, taps = hidden_and_states(target, self._leave_out(params), *columns, names=names)
         return hidden, jnp.concatenate([taps[name] for name in names], axis=-1)
+
+    def list_heads(self) -> tuple[Callable[[Params], Any], ...]:
+        """Functions that make the unembedding of `draft_runs`, or the target's and the drafts'."""
+        return (self.head,)
 
     def _leave_out(self, params: Params) -> Params:
         return {name: x for name, x in params.items() if name != self.shape.part}
@@ -129,6 +144,7 @@ def trace_head(shape: HeadShape, compute: Compute) -> tuple[Any, Params]:
     return graph, nnx.to_pure_dict(state)
 
 
-def draw_head(shape: HeadShape, seed: int) -> Params:
-    """Random float32 parameters of a head."""
-    return nnx.to_pure_dict(nnx.state(shape.build(Compute(), nnx.Rngs(seed))))
+def draw_head(shape: HeadShape, seed: int, read_rows: Callable[[np.ndarray], Any]) -> Params:
+    """Random float32 parameters of a head; `read_rows` reads the target's unembedding by ids."""
+    drawn = nnx.to_pure_dict(nnx.state(shape.build(Compute(), nnx.Rngs(seed))))
+    return shape.begin(drawn, read_rows)

@@ -192,6 +192,22 @@ class Scaled:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SomeRows:
+    """The unembedding of some ids; any other id has the logit `EXCLUDED`."""
+
+    rows: Any  # [N, D]: numbers
+    places: Any  # int32 [V]: the row of each id, N for an id without one
+
+    def __getitem__(self, index: Any) -> "SomeRows":
+        return dataclasses.replace(self, places=self.places[index])
+
+    def astype(self, dtype: DTypeLike) -> "SomeRows":
+        """The rows in another dtype."""
+        return dataclasses.replace(self, rows=self.rows.astype(dtype))
+
+
 @dataclasses.dataclass(frozen=True)
 class Float8Rows:
     """Activations rounded for products with `Scaled` weights, which can share them."""
@@ -429,12 +445,17 @@ def gate_rows(
 
 
 def unembed(
-    hidden: Float[Array, "B T D"], head: Array | Scaled | Joined
+    hidden: Float[Array, "B T D"], head: Array | Scaled | Joined | SomeRows
 ) -> Float32[Array, "B T V"]:
-    """Logits of hidden states, for a head of numbers, a `Scaled` one, or one for few rows.
+    """Logits of hidden states, for a head of numbers, of some ids, `Scaled`, or for few rows.
 
     The product's output is float32: bf16 logits cause an error of 4% in a KL of 3e-3.
     """
+    if isinstance(head, SomeRows):
+        logits = jnp.pad(
+            unembed(hidden, head.rows), ((0, 0), (0, 0), (0, 1)), constant_values=EXCLUDED
+        )
+        return logits[..., head.places]
     if isinstance(head, Joined):
         flat = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
         return head.project(flat).reshape(*hidden.shape[:-1], -1)

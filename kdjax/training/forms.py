@@ -70,6 +70,7 @@ from kdjax.models.names import list_fused, name_of
 from kdjax.models.nextn import attach_block, find_block
 from kdjax.models.tapped import HeadShape, TappedFunctions, draw_head, trace_head
 from kdjax.models.weights import Scaled, name_numbers, stack_blocks
+from kdjax.training.some_ids import OfSomeIds
 from kdjax.training.teachers import Batch, RunningTeacher, Size, TeacherKind
 from kdjax.training.trainable import list_paths, zeros_for
 
@@ -196,6 +197,10 @@ class Form:
         within = segments[:, number:] == segments[:, :-number]
         return jnp.where(jnp.pad(within, ((0, 0), (number, 0))), batch["weights"], 0)
 
+    def adapt(self, kind: TeacherKind) -> TeacherKind:
+        """Returns the kind by which such a student learns from a teacher of this kind."""
+        return kind
+
     def begin_parts(
         self, kind: TeacherKind, teacher: RunningTeacher, batch: Batch, parts: int
     ) -> tuple[TeacherKind, Batch]:
@@ -240,6 +245,13 @@ class Form:
         """Returns the student as the form trains it; raises `UserError` if it does not fit."""
         return student
 
+    def read_text(self, tokens: np.ndarray, mask: np.ndarray, real: int) -> "Form":
+        """Completes the form from training rows `[N, T]` of `real` ids: here it is complete.
+
+        `mask` is not 0 where an id is a target.
+        """
+        return self
+
     def find_start(self, student: Checkpoint) -> Checkpoint:
         """Returns the model of `teacher.path=self`: the student before training."""
         return student
@@ -280,6 +292,10 @@ class Form:
     def list_backward(self, spec: ArchSpec) -> ArchSpec:
         """Architecture of the layers that run backward."""
         return spec
+
+    def count_ids(self, width: int) -> int:
+        """Rows of the student's unembedding, given those that its teacher shares."""
+        return width
 
     def count_columns(self, spec: ArchSpec) -> tuple[int, int]:
         """Columns of the student's unembedding, and how many of them have a gradient."""
@@ -728,7 +744,7 @@ class _Tapped(_Drafting):
 
     def draw(self, student: Checkpoint, seed: int) -> Params:
         """Draws a new head."""
-        return {self.part: draw_head(self.shape(student), seed)}
+        return {self.part: draw_head(self.shape(student), seed, student.read_unembedding)}
 
     def shapes(self, student: Checkpoint) -> Params:
         """Shapes of the head."""
@@ -881,6 +897,9 @@ class DraftEagle(_Tapped):
     """
 
     later: tuple[float, ...] = (0.8, 0.64)  # type: ignore[misc]
+    # In a run: how many ids the head drafts, 0 for all, and which, once the text is read.
+    asked: int = dataclasses.field(default=0, compare=False)
+    ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     part: ClassVar[str] = EAGLE
     functions: ClassVar[type[TappedFunctions]] = EagleFunctions
@@ -906,8 +925,40 @@ class DraftEagle(_Tapped):
         target, first, *later = jnp.moveaxis(runs, 1, 0)
         return Runs(first, tuple(later), target)
 
+    def adapt(self, kind: TeacherKind) -> TeacherKind:
+        """See `Form.adapt`: of some ids the head learns from the teacher's logits of these."""
+        return OfSomeIds(kind, self.sizes.ids) if self.sizes.ids else kind
+
+    def read_text(self, tokens: np.ndarray, mask: np.ndarray, real: int) -> "DraftEagle":
+        """Chooses the ids that are most often a target, in their order.
+
+        Raises `UserError` for more ids than there are.
+        """
+        if self.asked > real:
+            raise UserError(
+                f"found student.draft_ids={self.asked}; expected at most {real}, the model's ids, "
+                "or 0 for all of them."
+            )
+        counts, part = np.zeros(real, np.int64), 4096
+        for begin in range(0, len(tokens) if self.asked else 0, part):
+            rows, told = (x[begin : begin + part] for x in (tokens, mask))
+            counts += np.bincount(rows[told != 0], minlength=real)[:real]
+        ids = np.sort(np.argsort(-counts, kind="stable")[: self.asked])
+        if self.asked:
+            share = counts[ids].sum() / max(counts.sum(), 1)
+            _log.info("the head drafts %d ids, %.2f%% of the text", len(ids), 100 * share)
+        return dataclasses.replace(self, ids=tuple(ids.tolist()))
+
     def _shape_like(self, spec: ArchSpec) -> EagleShape:
-        return EagleSizes(()).shape(spec)
+        return EagleSizes((), self.ids or tuple(range(self.asked))).shape(spec)
+
+    def count_ids(self, width: int) -> int:
+        """See `Form.count_ids`."""
+        return self.asked or width
+
+    def count_columns(self, spec: ArchSpec) -> tuple[int, int]:
+        """Columns of the unembedding, of some ids the head's own."""
+        return spec.hidden_size, spec.hidden_size if self.asked else 0
 
     def _count_passes(self, spec: ArchSpec) -> int:
         return 1 + len(self.later)
@@ -929,7 +980,9 @@ class DraftEagle(_Tapped):
         flat = _flatten(trace_head(self._shape_like(spec), Compute())[1])
         layer = sum(x.size for path, x in flat.items() if path[0] == "blocks")
         scores = 2.0 * spec.num_heads * spec.head_dim * length
-        draft = 3 * (2.0 * layer + scores) + 4.0 * spec.vocab_size * spec.hidden_size
+        columns, with_gradient = self.count_columns(spec)
+        logits = 2.0 * self.count_ids(spec.vocab_size) * (2 * columns + with_gradient)
+        draft = 3 * (2.0 * layer + scores) + logits
         return 6.0 * flat["fc", "weight"].size + draft * self._count_passes(spec)
 
 
@@ -1227,7 +1280,7 @@ def form_of(student: StudentConfig) -> Form:
         asked = student.dspark
         return DraftHead(decay=asked.decay, confidence=asked.confidence, asked=asked)
     if student.block == EAGLE3:
-        return DraftEagle(later=split_drafts(student.later_drafts))
+        return DraftEagle(later=split_drafts(student.later_drafts), asked=student.draft_ids)
     if student.block:
         return DraftBlock(new=student.block == NEW, later=split_drafts(student.later_drafts))
     if not student.quantize:

@@ -46,7 +46,7 @@ from kdjax.models.loading import load_params
 from kdjax.models.model import Model
 from kdjax.progress import timing
 from kdjax.training import optim
-from kdjax.training.forms import form_of
+from kdjax.training.forms import Form, form_of
 from kdjax.training.identity import check_same_run, describe_cache, identify
 from kdjax.training.inputs import (
     check_texts,
@@ -102,6 +102,7 @@ class Job:
     cache: TeacherCache | SeveralCaches | None = None  # the teacher's, which is then not loaded
     user_code: UserCode = NO_CODE  # what a user gave as Python
     counts: TextCounts | None = None  # None where nothing was counted: a benchmark
+    form: Form | None = None  # the student's, completed from the text; None: the config's
 
     def restore(self, checkpoints: Checkpoints) -> TrainState:
         """The state to start from: the run's checkpoint, else the student's file or random weights.
@@ -147,7 +148,7 @@ class Job:
         if custom := self.user_code.open_student(self.pair.tokenizer, self.step.placement):
             params = jax.device_put(custom.params, shardings.params)
             return self.step.init(params)
-        drawn = form_of(self.config.student).draw(student, self.config.train.seed)
+        drawn = (self.form or form_of(self.config.student)).draw(student, self.config.train.seed)
         if drawn is not None:
             params = jax.device_put(drawn, shardings.params)
         elif self.config.student.init == "checkpoint":
@@ -272,6 +273,9 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
     counts = count_run(config, rows)
     warn_of_readings(config, counts.epochs)
     read_shared(config, pair, rows)
+    form = form_of(config.student).read_text(
+        rows.train.tokens, rows.train.mask, pair.vocabulary.real
+    )
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # hashes while loading
         hashed = pool.submit(hash_models, pair)
         cache = None
@@ -286,7 +290,7 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
             _log.info("%s", cache)
         with timing("teacher"):
             teacher, step, schedule = build_step(
-                config, pair, placement, plan.kind, user_code=user_code
+                config, pair, placement, plan.kind, user_code=user_code, form=form
             )
         with timing("hashes"):
             hashed.result()
@@ -312,6 +316,7 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
         cache=cache,
         user_code=user_code,
         counts=counts,
+        form=form,
     )
 
 
@@ -388,8 +393,12 @@ def build_step(
     teacher: Model | None = None,
     *,
     user_code: UserCode = NO_CODE,
+    form: Form | None = None,
 ) -> tuple[Model | None, Step, optax.Schedule | None]:
-    """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing."""
+    """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing.
+
+    `form` is the student's, completed from the text; None: as the config says.
+    """
     teacher = teacher or load_teacher(config, pair, kind, placement)
     compute = Compute(
         dtype=jnp.dtype(config.train.compute_dtype),
@@ -405,7 +414,7 @@ def build_step(
     if tx is None:
         asked = choose_optim(config)
         tx, schedule = optim.optimizer(asked, *steps), optim.schedule(asked, *steps)
-    form, shared = form_of(config.student), shares_base(config, pair, kind)
+    form, shared = form or form_of(config.student), shares_base(config, pair, kind)
     student = user_code.open_student(pair.tokenizer, placement) or form.open_model(
         pair.student, compute, teacher if shared else None
     )

@@ -45,6 +45,7 @@ from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
 from kdjax.models.model import Model
 from kdjax.models.shards import Spread, sum_rows
 from kdjax.models.summary import describe_arrays, describe_step, make_table
+from kdjax.models.weights import SomeRows
 from kdjax.training.batches import check_ids, complete_batch, read_ids, refuse_counted
 from kdjax.training.forms import PLAIN, Form, check_form, choose_form
 from kdjax.training.heldout import held_out
@@ -201,7 +202,7 @@ def _sum_over_devices(
 class _Forward(NamedTuple):
     """Results of a batch's forward pass, of which losses are made."""
 
-    student: tuple[Array, Array]  # hidden states and head
+    student: tuple[Array, Array | SomeRows]  # hidden states and head
     teacher: RunningTeacher
     # Sums of layer losses, or of the student's later predictions, by name; their weighted total.
     extra: tuple[dict[str, Array], Array] | None = None
@@ -243,7 +244,7 @@ def _sum_later(
     spec: StepSpec,
     kind: TeacherKind,
     later: tuple[Array, ...],
-    head: Array,
+    head: Array | SomeRows,
     running: RunningTeacher,
     batch: Batch,
 ) -> tuple[dict[str, Array], Array]:
@@ -797,7 +798,7 @@ def assemble_step(
     form = choose_form(form, student)
     check_form(form, student, trainable=trainable, extra=extra)
     form.check_teachers(student, models)
-    kind = vocabulary.adapt(kind, extra)
+    kind = form.adapt(vocabulary.adapt(kind, extra))
     sizes = vocabulary.width, vocabulary.real, chunk_tokens
     head = HeadSpec(loss, *sizes, placement.kernels, accepts=form.confidence > 0)
     optimizer, layers = train_only(optimizer, form.masters(student.params), student.spec, trainable)

@@ -47,7 +47,7 @@ Size = int | float  # bytes
 # tokens, labels, segment_ids, positions: int32 [B, T]; weights: float32 [B, T]. A cached teacher
 # adds its own columns, `teacher_...`.
 Batch = dict[str, Array]
-Student = tuple[Array, Array]  # hidden states [B, T, D] and head [V, D]
+Student = tuple[Array, Any]  # hidden states [B, T, D] and head: [V, D], or `SomeRows`
 
 
 class RunningTeacher(NamedTuple):
@@ -84,20 +84,22 @@ class RunningTeacher(NamedTuple):
 APART = "ce_weights", "divergence_weights"
 SCHEDULED = tuple(f"loss_{name}" for name in Schedules._fields)
 COMPARED = "teacher_compared"  # 1 where a teacher of another tokenizer predicts alike, else 0
+KNOWN = "labels_known"  # 1 where the student's head has the label, else 0
 
 
 def weigh_positions(batch: Batch, loss: Any) -> Weights:
     """Collects the loss's weights: one for each position, or several that differ by position."""
-    if not {*APART, *SCHEDULED, COMPARED} & batch.keys():
+    if not {*APART, *SCHEDULED, COMPARED, KNOWN} & batch.keys():
         return batch["weights"]
     shape = batch["weights"].shape
     alpha: Any = batch.get("loss_alpha", loss.alpha)
     ce, divergence, compared = (batch.get(name, 1.0) for name in (*APART, COMPARED))
-    amounts = [alpha * ce, (1 - alpha) * divergence * compared]
+    amounts = [alpha * ce * batch.get(KNOWN, 1.0), (1 - alpha) * divergence * compared]
     if set(SCHEDULED) & batch.keys():
         amounts.append(batch.get("loss_temperature", loss.temperature))
     columns = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in amounts)
-    return Weighing(batch["weights"], *columns)._replace(compared=batch.get(COMPARED))
+    weighing = Weighing(batch["weights"], *columns)
+    return weighing._replace(compared=batch.get(COMPARED), known=batch.get(KNOWN))
 
 
 @dataclasses.dataclass(frozen=True)
