@@ -301,6 +301,13 @@ def test_tests_must_be_green_without_a_fault(project, capsys):
     write(project, "def add(a, b):\n    return a + b if a - 2 else 0\n", "kdjax/x.py")
     assert command.main(["mutate"]) == 1
     assert "not green without any fault: tests/test_x.py::test_adds" in capsys.readouterr().err
+    case = '<testcase classname="tests.test_x" name="{}"/>'
+    text = f"<x>{''.join(map(case.format, ('test_adds', 'test_cases[1]', 'test_cases[2]')))}</x>"
+    results = write(project, text, "results.xml")
+    assert command.main(["mutate", f"--passed={results}"]) == 0  # they passed with another code
+    assert "0 failed cases green without a fault" in capsys.readouterr().out
+    write(project, text.replace("/><", "><failure/></testcase><", 1), "results.xml")
+    assert command.main(["mutate", f"--passed={results}"]) == 1
 
 
 @pytest.mark.slow

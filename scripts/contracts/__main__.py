@@ -7,6 +7,7 @@
     mutate [--only ID...]  plants each fault of contracts/mutants.yaml; its tests must go red
     mutate --json FILE     the same, and what came out as JSON: the last is in docs/records
     mutate --changed [BASE] those faults alone that what changed since BASE touches
+    mutate --passed RESULTS.xml...  tests that passed there are not run once more without a fault
 
 Run it in the repository. Exit status: 0 all is well, 1 something is not.
 """
@@ -67,7 +68,9 @@ def _status(results: list[Path]) -> int:
     return 0
 
 
-def _mutate(only: list[str], changed: str | None, jobs: int, json_path: Path | None) -> int:
+def _mutate(
+    only: list[str], changed: str | None, jobs: int, json_path: Path | None, results: list[Path]
+) -> int:
     claims, mutants = read_claims([FOLDER]), read_mutants(FOLDER / MUTANTS)
     mutants = [mutant for mutant in mutants if not only or mutant.id in only]
     if unknown := set(only) - {mutant.id for mutant in mutants}:
@@ -82,9 +85,11 @@ def _mutate(only: list[str], changed: str | None, jobs: int, json_path: Path | N
         print("This clone knows no earlier commit: all faults are planted.")
     if not mutants:
         return 0
+    outcomes = read_results(results)
+    passed = {claim.test for claim in claims if outcomes_of(claim, outcomes) == {"passed"}}
     start, took = time.monotonic(), dict[str, float]()
     say = functools.partial(print, flush=True)
-    verdicts = mutate(_ROOT, claims, mutants, jobs=jobs, say=say, took=took)
+    verdicts = mutate(_ROOT, claims, mutants, jobs=jobs, passed=passed, say=say, took=took)
     alive = [f"survivor {name}: {why}" for name, why in verdicts.items() if why]
     seconds = time.monotonic() - start
     if json_path:
@@ -116,6 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--jobs", type=int, default=jobs, help="scratch copies at work at a time")
     text = "file that gets each fault's verdict and processor seconds, for the record of the last"
     command.add_argument("--json", type=Path, metavar="FILE", help=text)
+    text = "what --junitxml wrote of this revision: its passed tests do not run without a fault"
+    command.add_argument("--passed", nargs="+", default=[], type=Path, metavar="XML", help=text)
     args = parser.parse_args(argv)
     try:
         if args.command == "validate":
@@ -124,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
             return _bind(args.results)
         if args.command == "status":
             return _status(args.results)
-        return _mutate(args.only, args.changed, args.jobs, args.json)
+        return _mutate(args.only, args.changed, args.jobs, args.json, args.passed)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -134,6 +134,7 @@ def mutate(
     mutants: Sequence[Mutant],
     *,
     jobs: int = 2,
+    passed: Collection[str] = (),
     say: Callable[[str], None] = print,
     took: dict[str, float] | None = None,
     timeout: float = _TIMEOUT,
@@ -143,7 +144,8 @@ def mutate(
 
     The line has the seconds of processor time that the tests took, and so has `took`, by id.
 
-    Runs the cases that failed again, without a fault; raises `UserError` unless all pass then.
+    Runs the cases that failed again, without a fault; raises `UserError` unless all pass then. The
+    tests named in `passed` are left out: they passed in another run of this revision.
     """
     by_claim = {claim.id: claim.test for claim in claims}
     jobs = max(1, min(jobs, len(mutants)))
@@ -172,7 +174,8 @@ def mutate(
             stack.callback(worker.close)
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
         list(pool.map(work, workers))
-        shares = _share_by_file(red, jobs)
+        again = [case for case in red if case.split("[")[0] not in passed]
+        shares = _share_by_file(again, jobs)
         list(pool.map(lambda w, s: s and w.check_green(s, timeout * len(s)), workers, shares))
-        say(f"{len(red)} failed cases green without a fault")
+        say(f"{len(again)} failed cases green without a fault")
     return verdicts
