@@ -13,8 +13,9 @@ from kdjax.errors import UserError
 from kdjax.losses.kd import KDLoss, kd_loss
 from kdjax.models.loading import count_parameters
 from kdjax.training import step as training_step
-from scripts.bench import peer, program, rollouts, rows, step
+from scripts.bench import peer, program, rollouts, rows, step, vocabularies
 from scripts.bench.arms import run_arms
+from scripts.checks import compiled_memory
 
 
 @pytest.fixture
@@ -347,3 +348,13 @@ def test_arms_that_have_a_line_are_not_run_again_and_one_that_fails_is_passed_ov
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(line["name"], line["half"]) for line in lines] == [("b", 1), ("d", 0.5), ("a", 1 / 3)]
     assert '"failed": "division by zero"' in capsys.readouterr().out
+
+
+def test_scripts_have_the_parser_of_a_run(monkeypatch, capsys):
+    """No command of kdjax, they ended with a KeyError."""
+    monkeypatch.setattr("sys.argv", ["vocabularies", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        vocabularies.main()
+    assert "0  finished" in capsys.readouterr().out
+    config = compiled_memory.make_config(types.SimpleNamespace(set=["train.batch_size=3"]))
+    assert config.train.batch_size == 3

@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, name: str, description: str | None, *statuses: int, epilog: str = ""):
         """`statuses` are exit statuses in addition to those of every command."""
         ends = sorted({FINISHED, BAD_INPUT, NOT_WRITTEN, QUIT, *statuses})
-        meanings = STATUSES | {FINISHED: FINISHES[name]}
+        meanings = STATUSES | {FINISHED: FINISHES.get(name, "finished")}
         lines = "\n".join(f"  {status:>3}  {meanings[status]}" for status in ends)
         super().__init__(
             prog=f"kdjax {name}",

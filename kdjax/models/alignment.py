@@ -31,7 +31,9 @@ _ENDS, _NEXT, _UNSHARED, _WHITESPACE, _DIGITS, _SPECIAL, _ROOM, _UNREAD = range(
 # Tokens that say something only among all others of their sort: after "1" a tokenizer of single
 # digits goes on with more, another has "123". Comparable only if both have the same tokens.
 _SORTS = {_WHITESPACE: re.compile(rb"\s{2,}"), _DIGITS: re.compile(rb" ?[0-9]+")}
-_COLUMNS = ("tokens", "labels", "segment_ids", "positions", "places", "weights")
+# The teacher's columns of a batch, and their types.
+COLUMNS = dict.fromkeys(("tokens", "labels", "segment_ids", "positions", "places"), np.int32)
+COLUMNS |= {"weights": np.float32}
 _APART = 2**40  # between the bytes of two answers
 
 
@@ -372,9 +374,8 @@ def read_batch(
     read = tokens.read_texts([segments[n][-1] for n in texts])
     for n, reading in zip(texts, read, strict=True):
         readings[n] = reading
-    columns: dict[str, Any] = {name: np.zeros((count, length), np.int32) for name in _COLUMNS[:-1]}
+    columns: dict[str, Any] = {n: np.zeros((count, length), x) for n, x in COLUMNS.items()}
     columns["places"][:] = _SPECIAL
-    columns["weights"] = np.zeros((count, length), np.float32)
     filled = np.zeros(count, np.int64)
     for (row, start, stop, _), reading in zip(segments, readings, strict=True):
         filled[row] = _write_segment(columns, batch, row, start, stop, reading, int(filled[row]))

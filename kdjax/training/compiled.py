@@ -40,6 +40,7 @@ def count_step(
     names = ("tokens", "labels", "segment_ids", "positions")
     batch = {name: jax.ShapeDtypeStruct(rows, jnp.int32) for name in names}
     batch["weights"] = jax.ShapeDtypeStruct(rows, jnp.float32)
+    batch |= pair.vocabulary.list_columns(rows)
     inputs = step.abstract, teacher.params if teacher else {}, batch
     placed = _place((*inputs, step.fixed), placement.mesh)
     traced = step.jitted.trace(*placed[:3], **placed[3])

@@ -21,6 +21,7 @@ from kdjax.losses.shared import (
     take_positions,
 )
 from kdjax.models.alignment import (
+    COLUMNS,
     REASONS,
     Reading,
     Rendering,
@@ -77,6 +78,10 @@ class Vocabulary:
     def complete(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Adds the teacher's columns to a batch on the host."""
         return batch
+
+    def list_columns(self, shape: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the columns that `complete` adds to a batch of `[B, T]`."""
+        return {}
 
     def swap(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """A batch's rows as the teacher reads them, and the places there of its positions."""
@@ -160,9 +165,15 @@ class SharedVocabulary(Vocabulary):
             batch = batch | {name: np.asarray(batch[name]) for name in needed}
         return batch | read_batch(self.tokens, batch, self.records, self.prompts)
 
+    def list_columns(self, shape: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            f"{_PREFIX}{name}": jax.ShapeDtypeStruct(shape, dtype)
+            for name, dtype in COLUMNS.items()
+        }
+
     def swap(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         whole = self.complete(batch)
-        return _own_row(whole), whole["teacher_places"]
+        return read_own_row(whole), whole["teacher_places"]
 
     def adapt(self, kind: TeacherKind, extra: object) -> TeacherKind:
         known = "" if type(kind) in RUNNING_KINDS else f"a teacher of the kind {kind.name!r}"
@@ -248,7 +259,7 @@ class Reread(TeacherKind):
     def begin_parts(
         self, teacher: RunningTeacher, batch: Batch, parts: int
     ) -> tuple[TeacherKind, Batch]:
-        kind, begun = self.kind.begin_parts(teacher, _own_row(batch), parts)
+        kind, begun = self.kind.begin_parts(teacher, read_own_row(batch), parts)
         added = {name: x for name, x in begun.items() if name not in batch}
         return dataclasses.replace(self, kind=kind), batch | added
 
@@ -256,7 +267,7 @@ class Reread(TeacherKind):
         self, student: Student, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> LossSums:
         hidden, head = student
-        theirs, their_head = self.kind.read_outputs(teacher, _own_row(batch))
+        theirs, their_head = self.kind.read_outputs(teacher, read_own_row(batch))
         places = batch["teacher_places"]
         compared = (places >= 0).astype(batch["weights"].dtype)
         return head_loss(
@@ -272,13 +283,13 @@ class Reread(TeacherKind):
     def sum_evaluation(  # type: ignore[override]
         self, student: Student, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> SharedEvalSums:
-        theirs, their_head = self.kind.read_outputs(teacher, _own_row(batch))
+        theirs, their_head = self.kind.read_outputs(teacher, read_own_row(batch))
         columns = (batch[f"teacher_{name}"] for name in ("labels", "weights", "places"))
         said = SharedTeacher(theirs, their_head, *columns)
         return shared_evaluation(*student, said, batch["labels"], batch["weights"], self.ids, spec)
 
 
-def _own_row(batch: dict[str, Any]) -> dict[str, Any]:
+def read_own_row(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch with the teacher's row in the place of the student's."""
     return batch | {name: batch[f"{_PREFIX}{name}"] for name in _ROW}
 

@@ -87,12 +87,14 @@ def _wrap(encoder: Encoder, end: str, marks: Sequence[str], template: str | None
     )
 
 
-def write_students(shape: dict[str, Any], texts: Sequence[str], size: int, folder: Path) -> None:
+def write_students(
+    shape: dict[str, Any], texts: Sequence[str], size: int, folder: Path, **settings: Any
+) -> None:
     """Writes FOLDER/byte-level and FOLDER/sentencepiece: a Qwen2's and a Llama's shape, each with
-    a tokenizer of `size` ids, trained on the texts."""
+    a tokenizer of `size` ids, trained on the texts; `settings` are its end, template and marks."""
     made = ("byte-level", make_byte_level, "qwen2"), ("sentencepiece", make_sentencepiece, "llama")
     for name, make, family in made:
-        tokenizer = make(texts, size)
+        tokenizer = make(texts, size, **settings)
         out, end = folder / name, tokenizer.tokens[tokenizer.eos_id]
         out.mkdir(parents=True, exist_ok=True)
         tokenizer.encoder.save(str(out / "tokenizer.json"))
@@ -103,4 +105,5 @@ def write_students(shape: dict[str, Any], texts: Sequence[str], size: int, folde
         (out / "config.json").write_text(json.dumps(config | {"bos_token_id": None}))
         about = {"eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
         about |= {"unk_token": "<unk>"} if family == "llama" else {}
+        about |= {"chat_template": x} if (x := tokenizer.chat_template) else {}
         (out / "tokenizer_config.json").write_text(json.dumps(about))

@@ -6,7 +6,8 @@
 
 Each arm is a run of the config: from the teacher (`loss.vocabulary=shared`, at each of `--alphas`)
 or from the text alone (alpha 1), at each of `--rates`, with each seed, all for the same seconds of
-steps. Each is a line of OUT/results.jsonl, and the table is by the best rate of each sort. With
+steps, or `--steps` of them. `--peers` adds arms of other projects' losses (`peer_losses`). Each is
+a line of OUT/results.jsonl, and the table is by the best rate of each sort. With
 `--toy` the demo's teacher teaches students of random weights whose tokenizers are trained on the
 demo's stories: byte-level BPE and SentencePiece's BPE, `--ids` each. `--pace=N` times N steps
 next to those of a pair of the same shapes that is taken for one of one vocabulary. Arguments that
@@ -28,11 +29,12 @@ from unittest import mock
 from kdjax import demo
 from kdjax.commands.parsing import load_config, override, run_parser
 from kdjax.config import Config, set_fields
-from kdjax.training import pair
-from kdjax.training.vocabulary import own_vocabulary
+from kdjax.training import pair, vocabulary
+from kdjax.training.vocabulary import SharedVocabulary, own_vocabulary
 from kdjax.watch.run import distill
 from scripts.bench.arms import run_arms
 from scripts.bench.made_tokenizers import write_students
+from scripts.bench.peer_losses import PEERS, SPANS, find_spans
 
 FIGURES = "student_bits_per_byte", "teacher_bits_per_byte", "kl", "agreement"
 SHARED = "compared", "teacher_mass", "student_mass"
@@ -48,11 +50,17 @@ class Arm:
     seed: int
     seconds: float
     fields: tuple[tuple[str, Any], ...] = ()
+    loss: str = ""  # of `PEERS`; "": kdjax's
+
+    @property
+    def kind(self) -> str:
+        """Names what the student learns from."""
+        return "text" if self.alpha == 1 else f"{self.loss or 'teacher'}, alpha {self.alpha:g}"
 
     @property
     def name(self) -> str:
         """Names its line and its folder."""
-        kind = "text" if self.alpha == 1 else f"teacher-alpha{self.alpha:g}"
+        kind = self.kind.replace(", alpha ", "-alpha")
         return f"{Path(self.student).name}-{kind}-rate{self.rate:g}-seed{self.seed}"
 
 
@@ -78,45 +86,67 @@ def change(config: Config, arm: Arm) -> Config:
 def run_arm(config: Config, out: Path, arm: Arm) -> dict[str, Any]:
     """Trains an arm; its first and last held-out figures, and the steps that its seconds took."""
     workdir = out / arm.name
-    distill(change(config, arm), workdir, suits_cpu=True)
+    with replace_loss(arm.loss):
+        distill(change(config, arm), workdir, suits_cpu=True)
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     evals = [line for line in lines if line["kind"] == "eval"]
     receipt = json.loads((workdir / "receipt.json").read_text())
-    told = dataclasses.asdict(arm) | {"two_tokenizers": receipt["two_tokenizers"]}
+    told = dataclasses.asdict(arm) | {"kind": arm.kind, "two_tokenizers": receipt["two_tokenizers"]}
     named = {name: evals[-1].get(name) for name in (*FIGURES, *SHARED)}
     return told | named | {"before": evals[0][FIGURES[0]], "steps": evals[-1]["step"]}
+
+
+@contextlib.contextmanager
+def replace_loss(name: str) -> Iterator[None]:
+    """Within it, two tokenizers are compared by this one of `PEERS`; by kdjax's loss if empty."""
+    if not name:
+        yield
+        return
+    complete = SharedVocabulary.complete
+
+    def complete_spans(self: SharedVocabulary, batch: dict[str, Any]) -> dict[str, Any]:
+        whole = complete(self, batch)
+        return whole if SPANS[0] in whole else whole | find_spans(self.tokens, whole)
+
+    with (
+        mock.patch.object(SharedVocabulary, "complete", complete_spans),
+        mock.patch.object(vocabulary, "Reread", PEERS[name]),
+    ):
+        yield
 
 
 def list_arms(args: argparse.Namespace, students: Sequence[str]) -> Iterator[Arm]:
     """Lists each student's arms: seed by seed, so that an early end leaves complete seeds."""
     for seed in range(args.seeds):
         for student in students:
-            for alpha in (*args.alphas, 1.0):
+            sorts = [(alpha, loss) for alpha in args.alphas for loss in ("", *args.peers)]
+            for alpha, loss in (*sorts, (1.0, "")):
                 for rate in args.rates:
                     # Half of the teacher's ids are more than a made tokenizer has.
-                    few = (("loss.allow_few_shared", True),) if args.toy else ()
-                    yield Arm(student, alpha, rate, seed, args.seconds, few)
+                    fields = (("loss.allow_few_shared", True),) if args.toy else ()
+                    fields += (("train.steps", args.steps),) if args.steps else ()
+                    seconds = 0 if args.steps else args.seconds
+                    yield Arm(student, alpha, rate, seed, seconds, fields, loss)
 
 
 def summarise(out: Path) -> str:
     """The table in Markdown: of each student and sort of arm the best rate, over its seeds."""
     records = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    groups: dict[tuple[str, float, float], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for record in records:
-        key = Path(record["student"]).name, record["alpha"], record["rate"]
+        key = Path(record["student"]).name, record["kind"], record["rate"]
         groups.setdefault(key, []).append(record)
-    best: dict[tuple[str, float], tuple[float, float]] = {}
-    for (student, alpha, rate), found in groups.items():
+    best: dict[tuple[str, str], tuple[float, float]] = {}
+    for (student, kind, rate), found in groups.items():
         mean = statistics.fmean(one[FIGURES[0]] for one in found)
-        best[student, alpha] = min(best.get((student, alpha), (mean, rate)), (mean, rate))
+        best[student, kind] = min(best.get((student, kind), (mean, rate)), (mean, rate))
     lines = [
         "| student | from | rate | bits a byte, each seed | mean | compared | steps |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (student, alpha), (mean, rate) in sorted(best.items()):
-        found = groups[student, alpha, rate]
+    for (student, kind), (mean, rate) in sorted(best.items()):
+        found = groups[student, kind, rate]
         each = ", ".join(f"{one[FIGURES[0]]:.4f}" for one in found)
-        kind = "text" if alpha == 1 else f"teacher, alpha {alpha:g}"
         share, steps = found[0]["compared"], statistics.fmean(one["steps"] for one in found)
         cells = student, kind, f"{rate:g}", each, f"{mean:.4f}", f"{share:.1%}", f"{steps:.0f}"
         lines.append(f"| {' | '.join(cells)} |")
@@ -159,8 +189,10 @@ def main() -> None:
     add("--toy", action="store_true", help="the demo's teacher, and made tokenizers")
     add("--ids", type=int, default=1000, help="ids of a made tokenizer")
     add("--seconds", type=float, default=250)
+    add("--steps", type=int, default=0, help="of each arm, in place of seconds")
     add("--seeds", type=int, default=3)
     add("--alphas", type=float, nargs="*", default=[0.2])
+    add("--peers", nargs="*", default=[], choices=[*PEERS], help="other projects' losses")
     add("--rates", type=float, nargs="+", default=[1e-5, 3e-5, 1e-4])
     add("--pace", type=int, default=0, help="steps to time instead")
     args, rest = parser.parse_known_args()
