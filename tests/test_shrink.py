@@ -1,5 +1,6 @@
 """Smaller files: mixtures of types, costs, their choice, and the command that makes a file."""
 
+import contextlib
 import ctypes
 import dataclasses
 import io
@@ -415,6 +416,27 @@ def test_sizes_that_no_file_can_have_are_refused(exact, text, tmp_path, capsys, 
     )
     assert "\nmemory of importance, costs and GPTQ: about 0.0 GB" in said
     assert not (tmp_path / "small.shrink").exists()
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan",)], ids=["file", "plan"])
+def test_the_memory_is_set_before_the_head_is_compared(plan, exact, text, tmp_path, monkeypatch):
+    """A comparison starts JAX, which then takes no settings of a GPU's memory."""
+    order = []
+
+    @contextlib.contextmanager
+    def started(*_, **__):
+        order.append("started")
+        yield None
+
+    def compare(*_):
+        order.append("compared")
+        raise UserError("seen")
+
+    for where in (shrink, shrink.cluster):
+        monkeypatch.setattr(where, "started", started)
+    monkeypatch.setattr(shrink, "tie_head", compare)
+    assert run(exact, text, tmp_path, "--bits=6", *plan) == 2
+    assert order == ["started", "compared"]
 
 
 @pytest.mark.slow

@@ -492,16 +492,15 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     return max(costs, rounds + gptq.count_hessian_bytes(spec))
 
 
-def _plan(
-    args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal, machine: Machine | None
-) -> int:
+def _plan(args: argparse.Namespace, checkpoint: Checkpoint, machine: Machine | None) -> int:
     """Prints sizes, passes, minutes and memory; loads nothing."""
-    spec = checkpoint.spec
-    passes = sum(len(list_types(parts)) for parts in list_matrices(spec).values())
-    positions = args.rows * args.seq_len
-    flops = passes * positions * spec.forward_flops(args.seq_len)
-    recipe, needed = _find_recipe(args, checkpoint, goal.nbytes), _count_measuring(spec, args)
     with cluster.started("off", lean=True) as here:
+        checkpoint = _tie_head(checkpoint)
+        spec, goal = checkpoint.spec, _find_goal(args, checkpoint)
+        passes = sum(len(list_types(parts)) for parts in list_matrices(spec).values())
+        positions = args.rows * args.seq_len
+        flops = passes * positions * spec.forward_flops(args.seq_len)
+        recipe, needed = _find_recipe(args, checkpoint, goal.nbytes), _count_measuring(spec, args)
         devices = here if machine is None else machine.summary
         peak = devices.peak_flops and devices.peak_flops / devices.count
         minutes = f", about {flops / peak / _SHARE / 60:,.1f} minutes" if peak else ""
@@ -536,13 +535,13 @@ def main(argv: list[str] | None = None) -> int:
             f"{checkpoint}: found a run or adapters; expected a model file or folder. Export it "
             "first: kdjax export --format=gguf."
         )
-    checkpoint = _tie_head(checkpoint)
-    goal = _find_goal(args, checkpoint)
     if args.plan:
-        return _plan(args, checkpoint, goal, machine)
-    make_place(args.out)
+        return _plan(args, checkpoint, machine)
     try:
-        with started():
+        with started():  # first: a head that is compared starts JAX
+            checkpoint = _tie_head(checkpoint)
+            goal = _find_goal(args, checkpoint)
+            make_place(args.out)
             _shrink(args, checkpoint, goal)
     except KeyboardInterrupt:
         print(f"stopped; {args.work} has what is done, and the same command goes on from there")
