@@ -255,3 +255,11 @@ def test_no_docstring_begins_without_its_subject():
         first = re.findall(r'^ *[a-z]?"""(?:As|Of|What|That)\b.*', path.read_text(), flags=re.M)
         found += [f"{path.relative_to(REPOSITORY)}: {line.strip()}" for line in first]
     assert not found, "\n".join(found)
+
+
+def test_the_changes_and_the_citation_name_the_version():
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
+    (version, date), *_ = re.findall(r"^## \[(.+)\] - (.+)$", changes, re.M)
+    assert version == kdjax.__version__
+    citation = (REPOSITORY / "CITATION.cff").read_text()
+    assert f"\nversion: {version}\ndate-released: {date}\n" in citation
