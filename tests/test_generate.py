@@ -249,6 +249,7 @@ def test_prompts_are_read_at_few_lengths():
     assert [decoding.pad_length(*asked) for asked in ((600, 608), (600, 1000))] == [640, 768]
 
 
+@pytest.mark.slow
 def test_few_programs_read_prompts_of_many_lengths(models, monkeypatch):
     """The longest first: of the last a call may have few. More of them write the same answers."""
     model = load(f"{models}/teacher.gguf", dtype="float32")

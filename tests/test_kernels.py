@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from quick import cases
 
 from kdjax.device import placement as placement_module
 from kdjax.device.placement import Placement
@@ -220,7 +221,7 @@ def test_a_few_positions_change_the_states_of_their_layer_alone(length):
     np.testing.assert_array_equal(got[::2], states[::2])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", cases(jnp.bfloat16, slow=[jnp.float32]))
 def test_states_that_are_written_late_are_those_written_at_once(dtype):
     """Two calls of eight positions, of layer 1 of 2; of a row that has ended nothing is kept."""
     rng, (rows, groups, heads, keys, width) = np.random.default_rng(7), (3, 2, 4, 16, 32)

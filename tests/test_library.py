@@ -87,6 +87,7 @@ def test_a_loop_of_ones_own(run, capsys):
     np.testing.assert_array_equal(exported.params["embed"], after)
 
 
+@pytest.mark.slow
 def test_a_whole_loop_is_resumed_to_the_same_bits(run, tmp_path, capsys):
     """Killed behind its last save, the loop ends as one that was not."""
     (batch,), heldout = make_batches(1), make_batches(1, rows=4)

@@ -379,6 +379,7 @@ def test_llama_cpp_writes_what_the_trained_student_writes(run, tmp_path):
     assert trained.generate([PROMPT[:40]], max_tokens=12, stop_ids=())[0].ids == ids
 
 
+@pytest.mark.slow
 def test_weight_decay_leaves_rates_of_delta_layers_alone():
     """A_log, dt_bias, norms and biases; a step without a gradient moves all others towards 0."""
     spec = open_header(QWEN35_SHAPES["tiny-delta"]).spec

@@ -239,6 +239,7 @@ def test_a_killed_session_is_told_apart(finished, copied):
     assert found["held_out"] == straight["held_out"] and found["tokens"] == straight["tokens"]
 
 
+@pytest.mark.slow
 def test_a_run_killed_behind_its_last_save_is_closed_by_the_same_command(finished, copied):
     """Its receipt and its page: nothing else is left to do."""
     job, _, probe, straight = finished
@@ -466,6 +467,7 @@ def test_a_tensor_that_did_not_change_is_named(finished, tmp_path):
     assert "blocks/mlp/up/weight[1], norm/weight" in str(error.value)
 
 
+@pytest.mark.slow
 def test_an_importance_is_hashed_again(tiny_config, tmp_path, monkeypatch):
     """From the folder that the run was started in, wherever `verify` is called."""
     width, path = 128, tmp_path / "im.gguf"

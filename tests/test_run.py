@@ -149,6 +149,7 @@ def test_train_10_is_train_5_stop_resume_train_5_bit_for_bit(tiny_config, tmp_pa
     assert {str(x.dtype) for x in jax.tree.leaves(optax.tree.get(one.opt_state, "nu"))} == {moments}
 
 
+@pytest.mark.slow
 def test_hooks_are_called_in_order(tiny_config, tmp_path):
     """A finished run that is started once more calls none."""
     tiny_config.train.steps = 4
@@ -551,6 +552,7 @@ class Lessons(Source):
         return News("lesson", {"number": 1.0 + self._batches // 2}) if self._batches % 2 else None
 
 
+@pytest.mark.slow
 def test_any_source_may_have_news_and_a_part_of_the_identity(one_step, tmp_path, capsys):
     config, workdir = copy.deepcopy(one_step[0]), tmp_path / "run"
     config.train.steps = config.checkpoint.every = 3

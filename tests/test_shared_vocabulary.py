@@ -398,6 +398,7 @@ def make_pair(models, devices, weights):
     return student.replace(own_tokenizer=tokenizer("byte-level", 300)), teacher
 
 
+@pytest.mark.slow
 def test_make_step_of_two_tokenizers_alike_for_devices_kinds_and_parts(models):
     """The library: nothing is set; packed and dense teachers, one device and two, parts or none."""
     texts = [text for text in TEXTS for _ in range(2)]

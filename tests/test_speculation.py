@@ -88,7 +88,8 @@ def near(model, share=0.3):
 DRAWN = dict(temperature=1.0, top_p=0.9, seed=4)
 
 
-@pytest.mark.parametrize(("axis", "drawn"), cases(("data", DRAWN), slow=[("fsdp", {})]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis", "drawn"), [("data", DRAWN), ("fsdp", {})])
 def test_a_drafted_row_depends_on_neither_slot_nor_device(models, axis, drawn):
     """More prompts than slots, of answers of other lengths, on one device and on two.
 
