@@ -107,6 +107,7 @@ class Form:
     # Weights of the losses of the student's later predictions, added to the loss of its first.
     later: ClassVar[tuple[float, ...]] = ()
     confidence: ClassVar[float] = 0.0  # weight of the loss of its confidence, see `Runs`
+    logit_bytes: ClassVar[int] = 0  # an id of a position in a chunk, of other predictions' losses
 
     @property
     def sums_more(self) -> bool:
@@ -312,6 +313,10 @@ class Form:
     def count_attention(self, spec: ArchSpec, length: int, usual: Size) -> Size:
         """Bytes a position of the backward pass of attention; `usual` are a student's."""
         return usual
+
+    def count_scores(self, spec: ArchSpec, length: int) -> Size:
+        """Bytes a position of scores that wait for the backward pass during the loss: here none."""
+        return 0
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """FLOP a token of the student; `trained` is the share of bytes that have a gradient."""
@@ -904,6 +909,7 @@ class DraftEagle(_Tapped):
     part: ClassVar[str] = EAGLE
     functions: ClassVar[type[TappedFunctions]] = EagleFunctions
     maker: ClassVar[str] = "kdjax.make_eagle"
+    logit_bytes: ClassVar[int] = 8  # by XLA's account on a CPU
 
     def settle(self, student: Model) -> "DraftEagle":
         """See `_Tapped.settle`; raises `UserError` also for weights that `check_drafts` refuses."""
@@ -970,9 +976,14 @@ class DraftEagle(_Tapped):
     def count_attention(self, spec: ArchSpec, length: int, usual: Size) -> Size:
         """Counts a block of queries' float32 scores four times.
 
-        Rows of a single block keep the scores of each draft five times as well.
+        Rows of a single block keep the scores of each draft three times as well.
         """
-        times = 4 + 5 * self._count_passes(spec) * (length <= QUERY_BLOCK)
+        times = 4 + 3 * self._count_passes(spec) * (length <= QUERY_BLOCK)
+        return 4 * times * spec.num_heads * min(length, QUERY_BLOCK)
+
+    def count_scores(self, spec: ArchSpec, length: int) -> Size:
+        """Counts each draft's scores four times, the last's three, of rows of a single block."""
+        times = (4 * self._count_passes(spec) - 1) * (length <= QUERY_BLOCK)
         return 4 * times * spec.num_heads * min(length, QUERY_BLOCK)
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:

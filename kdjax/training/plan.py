@@ -302,7 +302,9 @@ class _Temporaries:
         length = self.config.data.seq_len
         if self.kind.runs:
             yield "evaluating: the teacher runs forward", self._teacher_forward(rows, length)
-        yield "evaluating: logits are compared", self._heads(rows * length, 8, gradient=0)
+        width = self.pair.vocabulary.width
+        compared = self._heads(rows * length, 8, gradient=0, width=width)
+        yield "evaluating: logits are compared", compared
 
     def _train(self) -> Iterator[tuple[str, dict[str, Size]]]:
         """Phases of a step."""
@@ -356,9 +358,12 @@ class _Temporaries:
         alone = self.platform == "gpu" and self._tensor == 1
         made = _count_divergence(self.config.loss.divergence, self._size)
         logits = 4 + self.kind.logit_bytes + made + (0 if alone else 4)
-        parts = self._heads(positions, logits, gradient=4)
+        student, form = self.pair.student.spec, self._form
+        width = form.count_ids(self.pair.vocabulary.width)
+        parts = self._heads(positions, logits + form.logit_bytes, gradient=4, width=width)
+        scores = form.count_scores(student, self.config.data.seq_len)
+        parts["scores of its attention"] = positions * scores / self._tensor
         if self._on_cpu:  # XLA holds them on a GPU too, where the other parts make up for it
-            student = self.pair.student.spec
             layers = 4 * student.num_layers * count_layer(student)
             parts["gradients of layers, zeros as yet"] = min(self.gradients, layers)
         return parts
@@ -390,21 +395,26 @@ class _Temporaries:
             "a layer and the embedding, gathered": gathered * self._gathered,
         }
 
-    def _heads(self, positions: Size, logits: Size, *, gradient: int) -> dict[str, Size]:
-        """`logits` and `gradient` in bytes: of an id at a position, of a number of the head."""
+    def _heads(
+        self, positions: Size, logits: Size, *, gradient: int, width: int
+    ) -> dict[str, Size]:
+        """`logits` and `gradient` in bytes: of an id at a position, of a number of the head.
+
+        `width` is the number of ids that are compared.
+        """
         teacher = self.pair.teacher
         columns, trained = self._form.count_columns(self.pair.student.spec)
         chunk = min(self.config.loss.chunk_tokens, positions)
-        width = self.pair.vocabulary.width / self._tensor
+        every, few = self.pair.vocabulary.width / self._tensor, width / self._tensor
         theirs = teacher.spec.hidden_size if teacher and self.kind.logit_bytes else 0
         # The student's hidden states, their gradient, both chunked; the teacher's, chunked, and, of
         # a batch that came with them, as they came.
         states = 3 * columns + (1 if self.kind.runs else 2) * theirs
         return {
-            "logits of a chunk": chunk * width * logits,
-            "student's head": width * (columns * self._made_head + trained * gradient),
-            "teacher's head": width * theirs * (self._decoded or self._gathered),
-            "student's head, gathered": width * columns * self._gathered_masters,
+            "logits of a chunk": chunk * few * logits,
+            "student's head": few * (columns * self._made_head + trained * gradient),
+            "teacher's head": every * theirs * (self._decoded or self._gathered),
+            "student's head, gathered": few * columns * self._gathered_masters,
             "hidden states": positions * self._size * states,
             "heads in one order": self.pair.vocabulary.count_copies(
                 4 * columns, self._size * theirs
