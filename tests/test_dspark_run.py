@@ -7,7 +7,7 @@ from conftest import make_tiny_config
 from resuming import assert_goes_on, assert_trains_alike, finish
 from test_dspark import SHAPE
 
-from kdjax.commands import draft, generate
+from kdjax.commands import draft, export, generate
 from kdjax.config import SELF, set_fields
 from kdjax.evaluation import drafting
 from kdjax.formats import open_table
@@ -101,6 +101,8 @@ def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, 
     with_head = [f"--draft={out}", "--max-tokens=12", "--draft-tokens=2"]
     assert generate.main([str(served), "--prompt=def f", *with_head]) == 0
     assert "over 2 drafts each" in capsys.readouterr().err
+    assert export.main([str(tmp_path / "o.run"), "--format=hf", f"--out={tmp_path}/hf"]) == 0
+    assert drafting.find_own(f"{tmp_path}/hf", open_checkpoint(str(served))) is not None
     own = drafting.find_own(str(out), open_checkpoint(str(served)))  # as evaluate --draft finds it
     assert own is not None and own.most == (8 if kind == "eagle3" else 2)
 

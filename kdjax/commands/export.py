@@ -4,6 +4,10 @@
     kdjax export runs/a --format=gguf --type=q4_k_m --out=student-q4_k_m.gguf
     kdjax export runs/a --format=peft --out=exported/adapter
     kdjax export model.gguf --format=gguf --type=q2_k --imatrix=imatrix.gguf --out=model-q2_k.gguf
+    kdjax export head.gguf --student=model.gguf --format=hf --out=head
+
+A head that drafts (`kdjax draft --kind=dspark`, dflash, eagle3), of its run or its file, is written
+alone: hf is a folder of speculators. A head's file needs its target, --student.
 
 A model that no run has trained is rounded without training, a baseline for `student.quantize`. The
 written file is read back and compared before it takes its place: after an error nothing is left of
@@ -27,9 +31,10 @@ from kdjax.export.adapters import export_gguf_adapter, export_peft
 from kdjax.export.card import model_card
 from kdjax.export.check import ExportSummary
 from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
+from kdjax.export.heads import export_head
 from kdjax.export.staging import check_target
 from kdjax.formats.safetensors import is_model_folder
-from kdjax.formats.saved import RECEIPT, SavedTable, read_receipt, saved_run
+from kdjax.formats.saved import RECEIPT, SavedTable, find_head, read_receipt, saved_run
 from kdjax.models.checkpoint import (
     CHECKPOINTS,
     NEWEST,
@@ -38,6 +43,7 @@ from kdjax.models.checkpoint import (
     open_step,
 )
 from kdjax.models.decoder import Compute, functional
+from kdjax.models.heads import is_head, load_head, load_saved_head
 from kdjax.models.model import Model, load_model
 from kdjax.models.weights import stack_blocks
 
@@ -87,11 +93,37 @@ def _open(args: argparse.Namespace) -> tuple[Checkpoint, dict[str, Any]]:
     return checkpoint, _read_receipt(checkpoint.saved.workdir) if checkpoint.saved else {}
 
 
-def export(args: argparse.Namespace) -> ExportSummary:
+def _open_head(args: argparse.Namespace) -> Model:
+    """Opens a head's file or folder; raises `UserError` without its target."""
+    if not args.student or args.step is not None:
+        raise UserError(
+            f"{args.model}: found a head; expected its target, --student=MODEL, and no --step."
+        )
+    return load_head(args.model, read_model(open_checkpoint(args.student)))
+
+
+def _export_head(args: argparse.Namespace, head: Model) -> str:
+    """Writes a head; raises `UserError` for a form that no program reads."""
+    if args.format not in ("hf", "gguf") or args.imatrix or args.masters:
+        raise UserError(
+            f"{args.model}: found --format={args.format}"
+            f"{' with --imatrix' * bool(args.imatrix)}{' with --masters' * args.masters} for a "
+            "head that drafts; expected --format=gguf or hf, without them."
+        )
+    dtype, folder = args.type or "f16", args.format == "hf"
+    export_head(head, args.out, dtype=dtype, folder=folder, overwrite=args.overwrite)
+    return f"the head, {dtype}"
+
+
+def export(args: argparse.Namespace) -> ExportSummary | str:
     """Reads the model and writes it in the requested format."""
     out = Path(args.out)
     check_target(out, folder=args.format in ("hf", "peft"), overwrite=args.overwrite)
+    if is_head(Path(args.model)):
+        return _export_head(args, _open_head(args))
     checkpoint, receipt = _open(args)
+    if (saved := checkpoint.saved) and find_head(SavedTable(saved.workdir, saved.step).form):
+        return _export_head(args, load_saved_head(read_model(checkpoint)))
     kept = isinstance(checkpoint.table, SavedTable) and checkpoint.table.form.get("quantize")
     if args.masters and not kept:
         raise UserError(
@@ -155,7 +187,8 @@ def parser() -> Parser:
     flags.add_argument("--imatrix", default="", metavar="FILE", help=text)
     text = f"a saved step, or {NEWEST}; by default the best by the run's held-out figures"
     flags.add_argument("--step", type=_read_step, help=text)
-    text = "the file or folder the run started from, if receipt.json does not say or it has moved"
+    text = "the file or folder the run started from, if receipt.json does not say or it has moved; "
+    text += "the target of a head's file"
     flags.add_argument("--student", metavar="PATH", help=text)
     flags.add_argument("--overwrite", action="store_true", help="replace --out if it is there")
     return flags

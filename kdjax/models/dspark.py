@@ -15,8 +15,9 @@ The files of llama.cpp's `draft-dspark` and `draft-dflash`:
 - `dflash.target_layers`: layers of the target whose inputs are read. An id that is the number of
   layers is the state after the last one, before the final norm.
 - `dflash.block_size` slots, the anchor's included. A server that drafts fewer runs fewer slots.
-- `dflash.sample_from_anchor` true: slot 0 of DSpark predicts. `tokenizer.ggml.mask_token_id`: the
-  token of other slots.
+- `dflash.sample_from_anchor` true: slot 0 of DSpark predicts. False: it does not, and each other
+  slot predicts the token in its own place, as DFlash's, with the bias by the token before.
+  `tokenizer.ggml.mask_token_id`: the token of other slots.
 - `conf_proj` [1, D + r] and its bias: the logit that a slot's draft is accepted. A server drafts up
   to the first slot below `--spec-draft-p-min`. `dflash.has_confidence_head` false: it must be 0. No
   tensor of DFlash: there a server compares the draft's own probability, among its ten best ids.
@@ -77,6 +78,7 @@ class DSparkShape(HeadShape):
     rank: int  # of the bias by the token before; 0: none (DFlash)
     mask: int  # id of the token of all slots but the first
     confident: bool = True  # whether it says how probable it is that a slot's draft is accepted
+    anchored: bool = True  # whether the anchor's slot predicts; of rank 0 it never does
 
     part: ClassVar[str] = HEAD
 
@@ -87,8 +89,8 @@ class DSparkShape(HeadShape):
 
     @property
     def lead(self) -> int:
-        """Slots of a block before the first that predicts: the anchor's, of DFlash."""
-        return 0 if self.rank else 1
+        """Slots of a block before the first that predicts: the anchor's, or none."""
+        return 0 if self.rank and self.anchored else 1
 
     @property
     def block(self) -> int:
@@ -98,8 +100,8 @@ class DSparkShape(HeadShape):
     @property
     def sizes(self) -> "HeadSizes":
         """The sizes that were chosen."""
-        layers = self.spec.num_layers
-        return HeadSizes(layers, self.drafts, self.rank, self.mask, self.taps, self.confident)
+        sizes = self.spec.num_layers, self.drafts, self.rank, self.mask, self.taps
+        return HeadSizes(*sizes, self.confident, self.anchored)
 
     @property
     def at_once(self) -> int:
@@ -135,12 +137,14 @@ class HeadSizes(NamedTuple):
     mask: int  # an id
     taps: tuple[int, ...]  # (): evenly spread
     confident: bool = True
+    anchored: bool = True  # whether the anchor's slot predicts
 
     def shape(self, target: ArchSpec) -> DSparkShape:
         """The shape of a head of these sizes."""
         spec = size_layers(target, layers=self.layers, family="qwen3", qk_norm=True)
         taps = tuple(self.taps) or spread_taps(target.num_layers)
-        return DSparkShape(spec, taps, self.slots, self.rank, self.mask, self.confident)
+        sizes = self.slots, self.rank, self.mask, self.confident, self.anchored
+        return DSparkShape(spec, taps, *sizes)
 
 
 class DSpark(nnx.Module):

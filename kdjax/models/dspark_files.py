@@ -56,11 +56,6 @@ def read_shape(table: TensorTable, target: ArchSpec) -> DSparkShape:
     vocabulary, rank = target.vocab_size, 0
     if "markov_w1.weight" in table:
         vocabulary, rank = table.info("markov_w1.weight").shape
-    if rank and not get("sample_from_anchor", True):
-        raise UserError(
-            f"{source}: found a head whose first slot predicts nothing; expected "
-            "dflash.sample_from_anchor=true."
-        )
     spec = read_layers(get, vocabulary, family="qwen3", qk_norm=True)
     taps = read_taps(get, spec.hidden_size, target)
     if MASK not in table.metadata:
@@ -69,7 +64,8 @@ def read_shape(table: TensorTable, target: ArchSpec) -> DSparkShape:
             "head again, with its tokenizer."
         )
     confident = rank > 0 and "conf_proj.weight" in table
-    shape = DSparkShape(spec, taps, 0, rank, int(table.metadata[MASK]), confident)
+    anchored = not rank or bool(get("sample_from_anchor", True))
+    shape = DSparkShape(spec, taps, 0, rank, int(table.metadata[MASK]), confident, anchored)
     if (block := int(get("block_size"))) <= shape.lead:
         raise UserError(
             f"{source}: found {ARCHITECTURE}.block_size={block}; expected at least "

@@ -1,5 +1,6 @@
 """Heads that draft (`models.tapped`): drawn, read from llama.cpp's files, attached to a target."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +21,9 @@ from kdjax.models import dspark_files, eagle_files
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, DecoderFunctions, Params
 from kdjax.models.dspark import HeadSizes
-from kdjax.models.dspark_hub import is_folder, open_folder
-from kdjax.models.eagle import TAPS, EagleSizes
+from kdjax.models.eagle import TAPS, EagleShape, EagleSizes
 from kdjax.models.families import FAMILIES
+from kdjax.models.head_folders import is_folder, open_folder
 from kdjax.models.head_format import HeadFormat
 from kdjax.models.model import Model
 from kdjax.models.names import Layout, layout_of, name_of
@@ -152,8 +153,7 @@ def is_head(path: Path) -> bool:
 
 def open_head_table(path: Path) -> TensorTable:
     """The table of a head's file or folder, with llama.cpp's names."""
-    known = dspark_files.ARCHITECTURE, dspark_files.MASK
-    return open_folder(path, *known) if is_folder(path) else open_table(path)
+    return open_folder(path) if is_folder(path) else open_table(path)
 
 
 def read_shape(table: TensorTable, target: ArchSpec) -> HeadShape:
@@ -186,16 +186,29 @@ def attach_head(model: Model, shape: HeadShape, head: Params) -> Model:
     return model.replace(functions=made, params={**model.params, **head}, kind=kind)
 
 
+def add_output(model: Model) -> Model:
+    """A model with an EAGLE-3 head that has an unembedding, the target's if it had none.
+
+    Other heads stay as they are: their files have none.
+    """
+    functions: Any = model.functions
+    shape = functions.shape
+    if not isinstance(shape, EagleShape) or shape.own:
+        return model
+    head = {**model.params[shape.part], "output": jax.jit(functions.head)(model.params)}
+    return attach_head(model, dataclasses.replace(shape, own=True), {shape.part: head})
+
+
 def load_head(path: str | os.PathLike[str], model: Model, *, dtype: DTypeLike = "float32") -> Model:
     """Reads a DSpark, DFlash or EAGLE-3 head, as what drafts for `model`.
 
-    `path` is a GGUF file of llama.cpp, or, but for EAGLE-3, a folder of speculators. Its numbers
-    get `dtype`. Raises `UserError` for a file of another kind or for another target.
+    `path` is a GGUF file of llama.cpp, or a folder of speculators. Its numbers get `dtype`. Raises
+    `UserError` for a file of another kind or for another target.
     """
     table = open_head_table(Path(path))
     shape = read_shape(table, _check_decoder(model))
     flat: dict[tuple[str, ...], list[np.ndarray]] = {}
-    for tensor in list_head(shape):
+    for tensor in list_head(shape, gguf=not is_folder(Path(path))):
         flat.setdefault(tensor.path, []).append(_read(table, tensor))
     stacked = {
         path: jnp.asarray(np.stack(parts) if path[0] == "blocks" else parts[0], dtype)
@@ -229,15 +242,18 @@ def _read(table: TensorTable, tensor: HeadTensor) -> np.ndarray:
     return tensor.layout.read_order(numbers)
 
 
-def list_head(shape: HeadShape) -> list[HeadTensor]:
-    """Every tensor of a head's file: those outside of its layers, then layer by layer."""
+def list_head(shape: HeadShape, *, gguf: bool = True) -> list[HeadTensor]:
+    """Every tensor of a head's file: those outside of its layers, then layer by layer.
+
+    Names are llama.cpp's; without `gguf` rows are laid out as in speculators' folders.
+    """
     own, (_, shapes) = FORMATS[shape.part].names, trace_head(shape, Compute())
     flat: dict[tuple[str, ...], Any] = flatten_dict(shapes)
     tensors = []
     for path in sorted(flat, key=lambda path: list(own).index(path) if path in own else len(own)):
         name, layout = own.get(path), Layout()
         if name is None:
-            name, layout = name_of(path, shape.spec).gguf, layout_of(path, shape.spec, gguf=True)
+            name, layout = name_of(path, shape.spec).gguf, layout_of(path, shape.spec, gguf=gguf)
         if path[0] != "blocks":
             tensors.append(HeadTensor(name, path, None, flat[path].shape, layout))
             continue
