@@ -133,7 +133,8 @@ def alone(pair):
     return functools.cache(lambda: take_steps(pair, batch(pair[0])))
 
 
-@pytest.mark.parametrize("axes", cases(dict(tensor=2), slow=[dict(data=2, fsdp=2)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [dict(tensor=2), dict(data=2, fsdp=2)])
 def test_a_mesh_rounds_as_one_device(pair, alone, models, axes):
     """Scales lie with their rows, and steps and bytes are those of one device."""
     sizes = dict(data=1, fsdp=1, tensor=1) | axes
@@ -207,7 +208,11 @@ def test_microbatches_round_once(pair, rounded):
 
 @pytest.mark.parametrize(
     "dtype",
-    ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4", "Q5_1", "IQ3_S", "IQ3_XXS", "IQ2_S"],
+    cases(
+        "Q4_0",
+        "Q4_K",
+        slow=["Q6_K", "Q8_0", "IQ4_NL", "MXFP4", "Q5_1", "IQ3_S", "IQ3_XXS", "IQ2_S"],
+    ),
 )
 def test_what_lies_beyond_its_scale_is_not_driven_further_out(dtype, rng):
     x = {"embed": jnp.asarray(rng.standard_normal((2, 256)), jnp.float32)}

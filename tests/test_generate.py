@@ -175,6 +175,7 @@ def test_the_last_rows_move_together(models, monkeypatch):
     assert [c.ids for c in got] == [c.ids[:n] for c, n in zip(want, limits, strict=True)]
 
 
+@pytest.mark.slow
 def test_prompts_far_longer_than_the_others_have_a_cache_of_their_own(models, monkeypatch):
     opening = mock.Mock(side_effect=decoding._open)
     monkeypatch.setattr(decoding, "_open", opening)

@@ -124,7 +124,7 @@ def test_gradients_are_those_of_the_loss_written_out(models, weights, devices, m
     assert again["hidden_mse"] == pytest.approx(means["hidden_mse"], rel=1e-5)
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", cases(True, slow=[False]))
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_layers_asked_for_are_those_of_all_whatever_is_computed_again(models, remat, scan):
     """Values and gradients; in a forward pass no array has all layers."""

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
+from quick import cases
 
 import kdjax
 from kdjax.errors import UserError
@@ -107,7 +108,7 @@ def whole(bases, teacher):
     return make(bases["dense"], teacher)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", cases("packed", "dense", slow=["float8"]))
 def test_a_step_moves_the_adapters_by_the_gradient_of_what_they_are(stepped, whole, teacher, form):
     """Against full training's gradient G of a merged W: dB = s G A^T, dA = s B^T G."""
     student, state, metrics = stepped(form)

@@ -10,6 +10,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from quick import cases
 
 from kdjax.config import OptimConfig
 from kdjax.device import sharding
@@ -173,7 +174,7 @@ def orthogonalize(x):
     return wide if x.shape[0] <= x.shape[1] else wide.T
 
 
-@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moment_dtype", cases("float32", slow=["bfloat16"]))
 def test_muon_takes_each_matrix_of_a_stack_by_itself(moment_dtype):
     """And AdamW what is no matrix of a layer."""
     draw = np.random.default_rng(0)

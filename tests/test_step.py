@@ -173,9 +173,8 @@ def test_states_of_delta_nets_are_the_same_in_any_split():
         assert_equal_gradients(gradients(built, data), want, 1e-5)  # 5.7e-6 seen
 
 
-@pytest.mark.parametrize(
-    ("count", "remat"), [(4, "none"), pytest.param(8, "full", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "remat"), [(4, "none"), (8, "full")])
 def test_devices_that_keep_parts_of_the_masters_take_the_same_step(count, remat):
     whole, parts = build(), build(mesh_of(data=count), split=True, remat=remat)
     assert_equal_gradients(gradients(parts, batch()), gradients(whole, batch()))
