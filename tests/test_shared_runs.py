@@ -130,11 +130,12 @@ def job(models, tmp_path_factory):
     return assemble(config, folder / "never")
 
 
-def test_answers_are_compared_in_the_teachers_template(job, tmp_path):
+def test_answers_are_compared_in_the_teachers_template_and_teach_nothing_alone(job, tmp_path):
     source = start_over(job, tmp_path / "run").source
     batch = source.next(job.make_state().params)
     whole = job.step.vocabulary.complete(batch)
     own, trained = slice(0, 2), whole["weights"] != 0
+    assert not batch["ce_weights"][own].any() and (batch["ce_weights"][2:] == 1).all()
     teacher, student = job.pair.teacher.tokenizer, job.pair.tokenizer
     for rows, least in ((own, 1), (slice(2, 8), 20)):
         compared = (whole["teacher_places"][rows] >= 0) & trained[rows]
@@ -143,6 +144,17 @@ def test_answers_are_compared_in_the_teachers_template(job, tmp_path):
         text = teacher.decode(whole["teacher_tokens"][row].tolist())
         assert "<|im_start|>assistant\n" in text and "<turn>" not in text
         assert "<turn>assistant: " in student.decode(whole["tokens"][row].tolist())
+    # Of answers the divergence alone counts, by the float32 sums of a step.
+    batch = {name: x[:2] for name, x in whole.items()}
+    masked = batch | {"weights": batch["weights"] * (batch["teacher_places"] < 0)}
+    assert masked["weights"].any()
+    _, metrics = job.step(job.make_state(), job.teacher_params, spread(masked))
+    assert metrics.means()["loss"] == 0 and metrics.means()["ce"] > 0
+
+
+def spread(batch):
+    """Its two rows, four times."""
+    return {name: np.tile(x, (4, 1)) for name, x in batch.items()}
 
 
 def test_rounds_of_answers_go_on_bit_for_bit(job, straight, tmp_path):

@@ -154,9 +154,11 @@ def reference(hidden, head, places, theirs, their_head, labels, weights, ids, lo
         if not weights[b, t]:
             continue
         s = hidden[b, t] @ head.T
-        total += loss.alpha * -log_softmax(s)[labels[b, t]]
-        if places[b, t] < 0:
+        ce = -log_softmax(s)[labels[b, t]]
+        if places[b, t] < 0:  # the text teaches alone
+            total += ce
             continue
+        total += loss.alpha * ce
         x = their_head @ theirs[b, places[b, t]]
         log_p = log_softmax(s[mine] / loss.temperature)
         log_q = log_softmax(x[other] / loss.temperature)

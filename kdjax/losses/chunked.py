@@ -61,7 +61,7 @@ class Weighing(NamedTuple):
     ce: Array
     divergence: Array
     temperature: Array | None = None  # None: the loss's, and no schedule changes its alpha
-    compared: Array | None = None  # 1 where the divergence counts at all, 0 elsewhere
+    compared: Array | None = None  # 1 where the divergence counts, 0 where the text alone does
     known: Array | None = None  # 1 where the student has the label, 0 elsewhere; None: everywhere
 
 
@@ -75,7 +75,8 @@ def read_weights(weights: Weights, spec: HeadSpec) -> tuple[Array, HeadSpec]:
     if weights.temperature is None:
         loss = spec.loss
         parts = loss.divergence, weights.ce, weights.divergence, loss.temperature
-        weighed = WeighedLoss(*parts, loss.has_ce, loss.has_divergence)
+        has_ce = loss.has_ce or weights.compared is not None
+        weighed = WeighedLoss(*parts, has_ce, loss.has_divergence)
         return weights.position, dataclasses.replace(spec, loss=weighed)
     # Padding of the last chunk has zeros.
     temperatures = jnp.where(weights.temperature > 0, weights.temperature, 1)

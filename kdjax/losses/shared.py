@@ -110,6 +110,7 @@ class SharedEvalSums(NamedTuple):
     """Sums over weighted positions, float32; from `kl` to `student_mass` over compared ones."""
 
     student_ce: Float[Array, ""]  # over all of its ids, at all positions
+    taught_ce: Float[Array, ""]  # of these the compared positions
     teacher_ce: Float[Array, ""]  # of the same bytes, over its own ids and its own cut
     divergence: Float[Array, ""]  # the trained one, at T, without T^2; 0 where masked
     kl: Float[Array, ""]  # forward, at T = 1, over shared ids
@@ -184,13 +185,13 @@ def shared_evaluation(
         one = jnp.ones_like(weight)
         zero = jnp.zeros_like(weight)
         values = spec.loss.divergence(*soft), kl_divergence(*hard), same, acceptance(*hard)
-        of_all = cross_entropy(s, label), *[zero] * 8, one
-        sums = add_sums(sums, of_all, weight)
-        return add_sums(sums, (zero, zero, *values, *masses, one, zero), compare), None
+        ce = cross_entropy(s, label)
+        sums = add_sums(sums, (ce, *[zero] * 9, one), weight)
+        return add_sums(sums, (zero, ce, zero, *values, *masses, one, zero), compare), None
 
     hidden = zero_unweighted(student_hidden, weights), zero_unweighted(theirs, compared)
     zero = jnp.zeros((), jnp.float32)
-    start = SharedEvalSums(zero, teacher_ce, *[zero] * 8)
+    start = SharedEvalSums(zero, zero, teacher_ce, *[zero] * 8)
     states = (
         (hidden[0], ids.order_student(student_head)),
         (hidden[1], ids.take_teacher(teacher.head)),

@@ -32,10 +32,11 @@ def held_out_figures(
 ) -> dict[str, float]:
     """Merges batches' sums (host floats, float64 here) into the held-out figures, in nats a token.
 
-    `loss` is the minimised loss, of the cross-entropy and the trained `divergence` at T; `kl` is
-    the forward KL at T = 1, for any trained divergence. Against a top-k cache the last two are
-    called `divergence_topk` and `kl_topk`: they are lower bounds. `acceptance` is the share of the
-    student's drafts that the teacher would accept at T = 1; `acceptance_topk` is an upper bound.
+    `loss` is the minimised loss, of the cross-entropy and the trained `divergence` at T (with two
+    tokenizers the cross-entropy alone where nothing is compared); `kl` is the forward KL at T = 1,
+    for any trained divergence. Against a top-k cache the last two are called `divergence_topk` and
+    `kl_topk`: they are lower bounds. `acceptance` is the share of the student's drafts that the
+    teacher would accept at T = 1; `acceptance_topk` is an upper bound.
     Comparisons are absent without a teacher. Against a teacher of another tokenizer `compared` is
     the share of compared positions; `OF_COMPARED` names the means over these. Perplexity is exp of
     the merged mean, never a mean of perplexities. `covered` is the number of UTF-8 bytes of all
@@ -55,7 +56,9 @@ def held_out_figures(
         compared = max(totals["compared"], 1.0)
         mean |= {name: totals[name] / compared for name in OF_COMPARED}
     divergence = mean.get("divergence", mean.get("divergence_topk", 0.0))
-    figures = {"loss": loss.combine(mean["student_ce"], divergence)}
+    taught = mean.get("taught_ce", mean["student_ce"])
+    alone = mean["student_ce"] - taught  # of positions where the text teaches alone
+    figures = {"loss": loss.combine(taught, divergence) + alone}
     for side in ("student", "teacher"):
         if (ce := mean.get(f"{side}_ce")) is not None:
             figures |= {f"{side}_ce": ce, f"{side}_perplexity": compute_perplexity(ce)}

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,10 +256,11 @@ class AnswerSource(Source):
         text: TextSource | None,  # of full batches
         workdir: Path,
         *,
+        mark: Callable[..., dict[str, np.ndarray]] | None = None,  # see `Vocabulary.mark_answers`
         process_index: int = 0,
         process_count: int = 1,
     ):
-        self._author, self._text = author, text
+        self._author, self._text, self._mark = author, text, mark
         self._folder = rounds_folder(workdir)
         self._index, self._count = process_index, process_count
         self._batches = self._first = 0  # drawn; the next round's first prompt
@@ -294,6 +295,7 @@ class AnswerSource(Source):
         if self._text is not None:
             others = self._text.next()
             batch = {name: np.concatenate([x, others[name]]) for name, x in batch.items()}
+        batch = self._mark(batch, own) if self._mark else batch
         self._batches += 1
         share = settings.train.batch_size // self._count
         mine = slice(self._index * share, (self._index + 1) * share)
@@ -464,4 +466,4 @@ def answer_source(
     )
     _log.info("prompts: %d, at most %d tokens", len(author.prompts), count_prompt_positions(config))
     place = dict(process_index=jax.process_index(), process_count=jax.process_count())
-    return AnswerSource(author, text, workdir, **place)
+    return AnswerSource(author, text, workdir, mark=pair.vocabulary.mark_answers, **place)

@@ -93,13 +93,15 @@ def weigh_positions(batch: Batch, loss: Any) -> Weights:
         return batch["weights"]
     shape = batch["weights"].shape
     alpha: Any = batch.get("loss_alpha", loss.alpha)
-    ce, divergence, compared = (batch.get(name, 1.0) for name in (*APART, COMPARED))
-    amounts = [alpha * ce * batch.get(KNOWN, 1.0), (1 - alpha) * divergence * compared]
+    if (compared := batch.get(COMPARED)) is not None:  # elsewhere the text teaches alone
+        alpha = jnp.where(compared != 0, alpha, 1.0)
+    ce, divergence = (batch.get(name, 1.0) for name in APART)
+    amounts = [alpha * ce * batch.get(KNOWN, 1.0), (1 - alpha) * divergence]
     if set(SCHEDULED) & batch.keys():
         amounts.append(batch.get("loss_temperature", loss.temperature))
     columns = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in amounts)
     weighing = Weighing(batch["weights"], *columns)
-    return weighing._replace(compared=batch.get(COMPARED), known=batch.get(KNOWN))
+    return weighing._replace(compared=compared, known=batch.get(KNOWN))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,6 +116,10 @@ class Vocabulary:
     def learn_prompts(self, prompts: Iterable[tuple[str, str]]) -> None:
         """Reads the prompts of self-generated answers, as each model's template renders them."""
 
+    def mark_answers(self, batch: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+        """Marks the first `rows` rows of a batch, which are self-generated answers."""
+        return batch
+
     def sample(self, batches: Iterable[dict[str, Any]], *, allow_few: bool) -> None:
         """Logs which share of the batches' positions is compared, and why others are masked.
 
@@ -214,6 +218,12 @@ class SharedVocabulary(Vocabulary):
     def learn_prompts(self, prompts: Iterable[tuple[str, str]]) -> None:
         encode = self.tokens.student.encode
         self.prompts.update({hash_ids(np.array(encode(one))): (one, two) for one, two in prompts})
+
+    def mark_answers(self, batch: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+        # Where nothing is compared the text teaches alone: no student learns from its own.
+        weights = np.ones(batch["tokens"].shape, np.float32)
+        weights[:rows] = 0
+        return batch | {"ce_weights": weights}
 
     def sample(self, batches: Iterable[dict[str, Any]], *, allow_few: bool) -> None:
         counts: dict[str, int] = dict.fromkeys(["compared", *REASONS], 0)
