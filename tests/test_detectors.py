@@ -567,7 +567,9 @@ def test_a_form_of_the_teacher_may_cost_some_bits_and_no_more():
     assert detectors.far_from_teacher(float("nan"), 0.0, "code") is None
 
 
-@pytest.mark.parametrize(("dtype", "levels", "group"), [("IQ3_S", 4, 32), ("IQ2_S", 2, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "levels", "group"), cases(("IQ3_S", 4, 32), slow=[("IQ2_S", 2, 16)])
+)
 def test_one_bit_less_is_known_of_every_block_type(dtype, levels, group):
     """Two bits lose one; a number of one bit has none to lose."""
     x = np.random.default_rng(0).normal(size=(1, 512)).astype(np.float32)

@@ -488,7 +488,7 @@ def split_spans(ids, theirs, student, teacher, pair):
     ]
 
 
-@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[1]], ids=str)
+@pytest.mark.parametrize("pair", cases(PAIRS[0], slow=[(PAIRS[1],)]), ids=str)
 def test_losses_of_other_projects_are_as_defined(pair):
     """GOLD's and ULD's, in float64 by loops; TRL 1.16 has these values (the record compares)."""
     student, teacher = (tokenizer(*one) for one in pair)
