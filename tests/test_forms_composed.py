@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import start_over
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from test_run import Recorder, go, saved
 
 import kdjax
@@ -167,6 +167,57 @@ def test_the_sum_has_the_same_bits_in_another_order_of_operations(rng):
     np.testing.assert_array_equal(got, wanted)
     exact = w + 1.7 * (np.asarray(b, np.float64) / np.float32(1.7) @ np.asarray(a, np.float64))
     np.testing.assert_allclose(got, exact, atol=1e-5)
+
+
+def test_layers_of_several_types_are_those_of_the_sum_rounded_at_once(models, tmp_path):
+    """Also as products in bfloat16 take them: equal blocks, scales and gradients of equal ones."""
+    types = tmp_path / "types.txt"
+    types.write_text("blk.0.ffn_down=Q5_0 blk.1.ffn_down=Q8_0 blk.1.attn_q=Q5_0 blk.0.attn_q=Q4_0")
+    form, teacher = kdjax.Rounded(f"q4_0,{types}"), kdjax.load(models / "teacher.gguf")
+    found = {}
+    for compute in ("float32", "bfloat16"):
+        base = kdjax.load(
+            models / "student.gguf", weights="packed", dtype="float32", compute_dtype=compute
+        )
+        student = kdjax.add_lora(base, rank=RANK, alpha=ALPHA, targets="q_proj,down_proj")
+        step = make(student, teacher, form=form)
+        found[compute] = step, moved(step.init(student.params))
+    (step, state), (narrow, other) = found.values()
+    jax.tree.map(np.testing.assert_array_equal, state.kept, other.kept)
+    seen, cast, used = step.see(state), narrow.see(other), step.spec.form
+    plain = kdjax.Rounded(form.text).choose_types(step.spec.student.spec)
+    total = used.of.see(step.base, None, state.params)
+    whole = jax.jit(plain.see)({}, state.kept, total)
+    jax.tree.map(np.testing.assert_array_equal, seen, whole)
+    rng, grads = np.random.default_rng(5), {}
+    for path, x in flatten_dict(cast).items():
+        assert x.dtype == (jnp.bfloat16 if path in dict(plain.types) else jnp.float32), path
+        np.testing.assert_array_equal(x, flatten_dict(seen)[path].astype(x.dtype))
+        grads[path] = jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16)
+    grads = unflatten_dict(grads)
+    pulled = [
+        jax.jit(a.spec.form.pull, static_argnames="frozen")(
+            a.base,
+            b.kept,
+            b.params,
+            c,
+            jax.tree.map(lambda x, d=d: x.astype(d), grads),
+            frozenset(),
+        )
+        for (a, b), c, d in zip(found.values(), (seen, cast), ("float32", "bfloat16"), strict=True)
+    ]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), *pulled)
+    kept = plain.pull({}, state.kept, total, seen, grads, frozenset())
+    for path in used.of.lora.targets:  # A's, of the gradient that the sum's masters would get
+        b = np.asarray(flatten_dict(state.params)[*path, "b"], np.float64)
+        g = np.asarray(flatten_dict(kept)[path], np.float64)
+        wanted = ALPHA / RANK * np.swapaxes(b, -1, -2) @ g
+        np.testing.assert_allclose(
+            flatten_dict(pulled[0])[*path, "a"], wanted, rtol=1e-3, atol=1e-4
+        )
+    kdjax.export_gguf(student.replace(params=narrow.pack(other)), tmp_path / "a.gguf")
+    back = kdjax.load(tmp_path / "a.gguf", dtype="float32").params
+    jax.tree.map(np.testing.assert_array_equal, back, seen)
 
 
 @pytest.mark.slow

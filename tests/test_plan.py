@@ -610,6 +610,33 @@ def test_the_command_tells_a_cpus_step_as_xla_does(
         assert plan.LOSS in command.survey_headers(tiny_config).phases
 
 
+@pytest.mark.parametrize(
+    ("compute", "parts"), cases(("float32", 1), slow=[("float32", 4), ("bfloat16", 1)])
+)
+def test_adapters_under_rounding_are_planned_as_xla_counts(pairs, tmp_path, compute, parts):
+    """Base and teacher are one; rounded matrices and their gradients have the products' dtype.
+
+    A CPU widens bfloat16 to float32, which the plan of a GPU does not count: arrays alone then.
+    """
+    sizes = dict(layers=4, hidden=384, heads=6, kv_heads=2, head=64, ffn=1024, rows=8000)
+    write_random_gguf(tmp_path / "m.gguf", SHAPES["tiny-teacher"]._replace(**sizes))
+    config, mesh = config_of(8, 256, chunk=512, segments=1, parts=parts), make_local_mesh(1)
+    named = {"teacher.path": SELF, "teacher.weights": "packed", "teacher.param_dtype": "float32"}
+    named |= {"train.compute_dtype": compute, "student.quantize": "q4_0", "student.lora.rank": 8}
+    set_fields(config, named)
+    model = open_checkpoint(str(tmp_path / "m.gguf"))
+    pair = Pair(model, model, pairs["7b"].tokenizer, Vocabulary(8000, 8000))
+    held = compiled.count_step(config, pair, Placement.on(mesh), KINDS["packed"])
+    made = plan.make_plan(config, pair, mesh, on(1, "cpu"), KINDS["packed"])
+    seen = made.resident.pop(f"student, rounded, {compute}")
+    twice = made.resident["teacher, packed blocks"]  # the base's arrays, counted as two arguments
+    assert sum(made.resident.values()) == pytest.approx(held.arguments - twice, rel=0.01)
+    layers = 4 * 3 * 384 * 1024 + 4 * 2 * 384 * (384 + 128)
+    assert seen == pytest.approx((layers + 2 * 8000 * 384) * np.dtype(compute).itemsize, rel=0.01)
+    if compute == "float32":
+        assert made.peak + seen == pytest.approx(sum(held) - twice, rel=0.05)
+
+
 def test_auto_leaves_a_cpus_memory_to_others(pairs):
     config = config_of(8, 2048, remat="auto", chunk=0)
     made = plan.choose_plan(config, pairs["1.5b"], make_local_mesh(1), on(512, "cpu"), AUTO)

@@ -31,10 +31,13 @@ from kdjax.export.formats import count_gguf_bytes
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode
 from kdjax.formats.recipes import identify_types, read_types
+from kdjax.formats.saved import saved_steps
 from kdjax.formats.start import check_start, read_masters, read_scales, write_start
 from kdjax.models import gptq
 from kdjax.models.mixture import Mixture, list_matrices
 from kdjax.training.identity import identify
+from kdjax.training.job import assemble
+from kdjax.training.saving import Checkpoints
 from scripts.bench import mixtures
 from scripts.bench.ggml import open_ggml
 from scripts.bench.synthetic import SHAPES, open_header
@@ -596,6 +599,46 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     assert made.spec.tied and "output.weight" not in made.table  # the matrix is there once
     assert run(exact, text, tmp_path, "--like=q4_0", "--seconds=1", "--overwrite") == 2
     assert "Name another --work" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_adapters_train_where_masters_do_not_fit(exact, text, tmp_path, capsys, monkeypatch):
+    """The file has the numbers of the last step; a stopped call goes on, and says what trains."""
+    monkeypatch.setattr(shrink, "_RECIPES", ("q4_0", "q5_0", "q8_0"))
+    monkeypatch.setattr(shrink, "_RANK", 4)
+    monkeypatch.setattr(gptq, "round_layers", lambda *_: pytest.fail("GPTQ's masters have no base"))
+    monkeypatch.setattr("kdjax.training.plan.GPU_OVERHEAD", 0)
+    full, seen = "student, float32 masters", "student, rounded, "
+    for memory, flag, status, parts in (
+        ("8MB", "", 0, ["adapters, float32", f"{seen}bfloat16"]),
+        ("8MB", "--rank=0", 2, ["error: this run does not fit"]),
+        ("5MB", "", 2, ["error: this run does not fit"]),
+        ("20MB", "", 0, [full, f"{seen}float32"]),
+        ("20MB", "--rank=2", 0, ["adapters, float32", f"{seen}bfloat16"]),
+    ):
+        flags = ["--plan", "--device=H100", f"--memory={memory}", *filter(None, [flag])]
+        assert run(exact, text, tmp_path, "--like=q4_0", *flags) == status, flags
+        said = "".join(capsys.readouterr())
+        assert all(part in said for part in parts), (flags, said)
+        assert "student, packed" not in said  # the teacher has these arrays
+    assert run(exact, text, tmp_path, "--like=q4_0", "--rank=999") == 2
+    assert "found rank 999 for adapters; expected 1 to" in capsys.readouterr().err
+    config, real = [], shrink.distill
+    monkeypatch.setattr(shrink, "distill", lambda *x, **y: (config.append(x), real(*x, **y))[1])
+    flags = ["--like=q4_0", "--steps=6", "--rank=4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shrink, "read_model", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(exact, text, tmp_path, *flags) == 75
+    assert run(exact, text, tmp_path, *flags) == 0
+    assert "| small.gguf, trained by adapters of rank 4 |" in capsys.readouterr().out
+    settings, workdir = config[-1]
+    assert workdir.name.endswith("-rank4") and not list(workdir.parent.glob("start-*"))
+    job = assemble(settings, workdir)
+    with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
+        state = checkpoints.restore(saved_steps(workdir)[-1], job.step.abstract, job.step.shardings)
+    assert any(np.asarray(x).any() for k, x in flatten_dict(state.params).items() if k[-1] == "b")
+    made = kdjax.load(tmp_path / "small.gguf", dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, made.params, job.step.see(state))
 
 
 @pytest.mark.slow

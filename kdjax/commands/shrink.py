@@ -6,8 +6,9 @@
 MODEL is a GGUF file or a Hugging Face folder, of the most bits that you have. The text should be of
 the kind that the file is for. The parts: importance of the inputs, cost of each matrix in each
 block type, choice of the types that lose least within the size, GPTQ, training under rounding from
-there, export, proof. Each part is stored in the work folder, from which the same command goes on.
-The closing table compares the file with the recipe of llama-quantize that is no larger.
+there (of adapters where masters do not fit), export, proof. Each part is stored in the work folder,
+from which the same command goes on. The closing table compares the file with the recipe of
+llama-quantize that is no larger.
 """
 
 import argparse
@@ -41,7 +42,6 @@ from kdjax.config import SELF, Config, validate
 from kdjax.data.pipeline import TextSource, eval_batches
 from kdjax.data.rows import RowSet
 from kdjax.device import cluster
-from kdjax.device.machines import Machine
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_local_mesh
 from kdjax.errors import BAD_INPUT, FINISHED, INTERRUPTED, NOT_FINITE, UserError, reporting
@@ -64,6 +64,7 @@ from kdjax.formats.recipes import RECIPES
 from kdjax.formats.saved import CHECKPOINTS, saved_steps
 from kdjax.formats.start import write_start
 from kdjax.models import gptq
+from kdjax.models.adapters import choose_lora
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step, tie_head
 from kdjax.models.importance import sum_squares
@@ -73,6 +74,8 @@ from kdjax.models.model import Model, load_model
 from kdjax.training.best import Part
 from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
+from kdjax.training.job import survey
+from kdjax.training.memory import Plan
 from kdjax.watch.run import distill
 
 _log = logging.getLogger("kdjax")
@@ -84,6 +87,7 @@ _FACTORS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
 _FEW_BITS, _FEW_RATE, _RATE = 3.6, 2e-5, 1e-5
 _SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
 _STACKS = 5  # of one parameter that costs have in memory: rounded, and exchanged in four trees
+_RANK = 64  # of adapters, where the masters of a training do not fit
 _READ = 64  # rows that importance and GPTQ read
 _PACE = 6  # steps that are timed for --seconds; the first compiles
 
@@ -114,6 +118,8 @@ def _parser() -> Parser:
     add("--steps", type=int, default=600, help="optimizer steps (%(default)s)")
     add("--seconds", type=float, default=0.0, help="train for this time, in place of --steps")
     add("--no-train", dest="train", action="store_false", help="round by GPTQ, train nothing")
+    words = "train adapters of this rank under rounding, 0: all numbers; default: 0 if that fits"
+    add("--rank", type=int, metavar="N", help=f"{words} the device, else {_RANK}")
     add("--costs", type=Path, metavar="FILE", help="costs of an earlier call: measure none")
     add("--work", type=Path, metavar="DIR", help="work folder; default: FILE with .shrink")
     add("--seq-len", type=int, default=1024, help="positions a row (%(default)s)")
@@ -203,8 +209,14 @@ def _find_recipe(args: argparse.Namespace, checkpoint: Checkpoint, nbytes: int) 
 def _make_config(
     args: argparse.Namespace, spec: ArchSpec, types: str, start: str = "", bits: float = 8.0
 ) -> Config:
-    """The run that trains the chosen types: the model is its own teacher."""
+    """The run that trains the chosen types: the model is its own teacher.
+
+    Adapters begin at the model's numbers, whose arrays are the teacher's.
+    """
     config = Config()
+    if args.rank:
+        config.student.lora.rank = args.rank
+        config.teacher.weights, config.teacher.param_dtype = "packed", "float32"
     config.teacher.path, config.student.path = SELF, args.model
     config.student.quantize, config.student.start = types, start
     config.student.head = "tied" if spec.tied else "untied"
@@ -217,7 +229,8 @@ def _make_config(
     config.optim.warmup_steps = max(0, min(20, args.steps - 1))
     config.eval.every = config.checkpoint.every = max(1, args.steps // 3)
     config.eval.samples = 0
-    if jax.default_backend() == "cpu":
+    platform = args.machine.summary.platform if args.machine else jax.default_backend()
+    if platform == "cpu":
         config.train.compute_dtype = config.teacher.param_dtype = "float32"
     return config
 
@@ -324,17 +337,18 @@ class _Work:
         return self.load().replace(params=packed)
 
     def train(self, mixture: Mixture, types: Path, imatrix: str) -> Model:
-        """Trains the masters of the chosen types; returns the rounded student, on the host."""
+        """Trains the chosen types, from GPTQ's masters or by adapters; returns it, on the host."""
         name = hashlib.sha256(types.read_bytes()).hexdigest()[:8]
-        start = self.folder / f"start-{name}.npz"
-        if not start.exists():
+        start = "" if self.args.rank else str(self.folder / f"start-{name}.npz")
+        if start and not Path(start).exists():
             _, masters, kept = self.begin(mixture, types, imatrix)
-            write_start(start, masters, kept)
+            write_start(Path(start), masters, kept)
             del masters, kept
         self.free()
         bits = 8 * mixture.nbytes / sum(int(np.prod(x.shape)) for x in _list_parts(self.checkpoint))
-        config = _make_config(self.args, self.checkpoint.spec, str(types), str(start), bits)
-        workdir = self.folder / f"run-{name}"
+        config = _make_config(self.args, self.checkpoint.spec, str(types), start, bits)
+        config.student.imatrix = "" if start else imatrix
+        workdir = self.folder / f"run-{name}{f'-rank{self.args.rank}' if self.args.rank else ''}"
         if self.args.seconds:
             self._fit_steps(config, workdir)
         validate(config)
@@ -416,7 +430,41 @@ def count_free(mixture: Mixture, checkpoint: Checkpoint) -> int:
     )
 
 
+def _choose_rank(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
+    """Rank of the adapters that train: of --rank, or 0 for all numbers where those fit.
+
+    Raises `UserError` for a rank that the model cannot have.
+    """
+    if args.rank is not None or not args.train:
+        if args.rank and args.train:
+            choose_lora(checkpoint.spec, args.rank)
+        return args.rank or 0
+
+    def plan(rank: int) -> Plan:
+        trial = argparse.Namespace(**vars(args) | {"rank": rank})
+        config = _make_config(trial, checkpoint.spec, _find_recipe(args, checkpoint, 0))
+        config.teacher.weights = "packed"  # a kind by name is planned and not refused
+        return survey(config, whole=False, machine=args.machine)[2]
+
+    full = plan(0)
+    if not full.missing:
+        return 0
+    try:
+        lean = plan(_RANK)
+    except UserError:  # such a model has no adapters
+        return 0
+    if lean.missing:  # nor does the run, which says what would
+        return 0
+    _log.info(
+        "to train all numbers takes %.2f GB, %.2f more than there are: adapters of rank %d train "
+        "under rounding, which takes %.2f (--rank)",
+        *(full.needed / 1e9, full.missing / 1e9, _RANK, lean.needed / 1e9),
+    )
+    return _RANK
+
+
 def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> None:
+    args.rank = _choose_rank(args, checkpoint)
     settings = _make_config(args, checkpoint.spec, "").data
     make_folder(args.work)
     work = _Work(args, checkpoint, prepare(settings, checkpoint.tokenizer))
@@ -447,7 +495,8 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
 
     files = {f"{recipe}, with importance": named(Mixture.named(recipe, checkpoint.spec))}
     files["chosen types, with importance"] = named(mixture)
-    files[f"{args.out.name}, {'trained' if args.train else 'by GPTQ'}"] = written
+    how = f"trained{f' by adapters of rank {args.rank}' if args.rank else ''}"
+    files[f"{args.out.name}, {how if args.train else 'by GPTQ'}"] = written
     found = _prove(work, files)
     _write_card(args, work, mixture, found, free)  # first: a call that finds --out does nothing
     with stage(args.out, folder=False, overwrite=args.overwrite) as aside:
@@ -492,8 +541,9 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     return max(costs, rounds + gptq.count_hessian_bytes(spec))
 
 
-def _plan(args: argparse.Namespace, checkpoint: Checkpoint, machine: Machine | None) -> int:
+def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
     """Prints sizes, passes, minutes and memory; loads nothing."""
+    machine = args.machine
     with cluster.started("off", lean=True) as here:
         checkpoint = _tie_head(checkpoint)
         spec, goal = checkpoint.spec, _find_goal(args, checkpoint)
@@ -513,6 +563,7 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint, machine: Machine | N
             print("that is too much: take a larger device, fewer --rows, or --costs of another")
         if not args.train:
             return BAD_INPUT if missing else FINISHED
+        args.rank = _choose_rank(args, checkpoint)
         if args.seconds:
             print(f"training: {args.seconds / 60:,.1f} minutes, and evaluations")
         status = print_plan(survey_headers(_make_config(args, spec, recipe), machine))
@@ -524,9 +575,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
-    machine = find_machine(args, parser)
+    args.machine = find_machine(args, parser)
     log_to_terminal()
-    check_least(args, steps=1, rows=1, seq_len=2, batch_size=1, microbatches=1, seconds=0)
+    check_least(args, steps=1, rows=1, seq_len=2, batch_size=1, microbatches=1, seconds=0, rank=0)
     check_target(args.out, folder=False, overwrite=args.overwrite)
     args.work = args.work or args.out.with_suffix(".shrink")
     checkpoint = open_checkpoint(args.model)
@@ -536,7 +587,7 @@ def main(argv: list[str] | None = None) -> int:
             "first: kdjax export --format=gguf."
         )
     if args.plan:
-        return _plan(args, checkpoint, machine)
+        return _plan(args, checkpoint)
     try:
         with started():  # first: a head that is compared starts JAX
             checkpoint = _tie_head(checkpoint)

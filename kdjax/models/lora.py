@@ -81,3 +81,12 @@ def read_numbers(weight: Array | PackedMatrix | Mixed | Scaled | Adapted) -> Arr
         places = zip(weight.which, weight.slot, strict=True)
         return jnp.stack([weight.read(which, slot) for which, slot in places])
     return decode_weight(weight)
+
+
+def read_layer(weight: Array | PackedMatrix | Mixed | Adapted, place: Array) -> Array:
+    """The frozen numbers `[out, in]` of a stack's layer; only that layer's blocks are decoded."""
+    if isinstance(weight, Adapted):
+        return read_layer(weight.base, place)
+    if isinstance(weight, Mixed):
+        return weight.read(weight.which[place], weight.slot[place])
+    return decode_weight(weight[place])

@@ -12,6 +12,7 @@ student, or base + B A of adapters.
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -63,7 +64,7 @@ from kdjax.models.dspark import HEAD, DSparkFunctions, DSparkShape, HeadSizes, p
 from kdjax.models.eagle import PART as EAGLE
 from kdjax.models.eagle import EagleFunctions, EagleShape, EagleSizes
 from kdjax.models.heads import attach_head, check_tapped, choose_mask
-from kdjax.models.lora import read_numbers
+from kdjax.models.lora import read_layer, read_numbers
 from kdjax.models.mixture import Mixture
 from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.models.names import list_fused, name_of
@@ -265,11 +266,11 @@ class Form:
         """Shapes of the masters."""
         return self.masters(functional(student.spec, Compute())[1])
 
-    def shape_gradients(self, student: Checkpoint) -> Params:
-        """Shapes of the gradients that a step forms."""
+    def shape_gradients(self, student: Checkpoint, compute: DTypeLike) -> Params:
+        """Shapes of the gradients that a step forms, given the dtype of products."""
         return self.shapes(student)
 
-    def shape_seen(self, student: Checkpoint) -> Params:
+    def shape_seen(self, student: Checkpoint, compute: DTypeLike) -> Params:
         """Shapes of the numbers that the forward pass sees in addition to masters and base."""
         return {}
 
@@ -468,7 +469,7 @@ class Adapters(Form):
 class MergedAdapters(Adapters):
     """Adapters added to their base: all seen parameters are numbers, base + scale B A, float32.
 
-    `Rounded` rounds these numbers. Their gradient passes on to A and B.
+    `RoundedSum` rounds these numbers a layer at a time. Their gradient passes on to A and B.
     """
 
     low_rank: ClassVar[bool] = False
@@ -494,35 +495,26 @@ class MergedAdapters(Adapters):
         return frozenset(path for path in list_paths(seen) if path not in adapted)
 
     def see(self, base: Params, kept: Kept, masters: Params) -> Params:
-        """Adds the changes to the base's numbers, with equal bits on every backend."""
-        assert self.lora is not None
-        flat, changes = _flatten(base), _flatten(masters)
-        for path, leaf in flat.items():
-            numbers = read_numbers(leaf).astype(jnp.float32)
-            if path in self.lora.targets:
-                a, b = changes[*path, "a"], changes[*path, "b"]
-                numbers = add_change(numbers, a, b, self.lora.scale)
-            flat[path] = numbers
+        """Adds the changes to the base's numbers."""
+        changes = _flatten(masters)
+        flat = {path: self.add(path, leaf, changes) for path, leaf in _flatten(base).items()}
         return unflatten_dict(flat)
 
-    def pull(
-        self,
-        base: Params,
-        kept: Kept,
-        masters: Params,
-        seen: Params,
-        grads: Params,
-        frozen: frozenset[str],
-    ) -> Params:
-        """Computes scale B^T G for A and scale G A^T for B, with a matrix's gradient G."""
+    def add(self, path: tuple[str, ...], leaf: Any, changes: Mapping[Any, Array]) -> Array:
+        """Adds a matrix's change to its numbers, float32, with equal bits on every backend."""
         assert self.lora is not None
-        given, flat, pulled = _flatten(grads), _flatten(masters), {}
-        for path in self.lora.targets:
-            a, b, g = flat[*path, "a"], flat[*path, "b"], self.lora.scale * given[path]
-            precision = jax.lax.Precision.HIGHEST
-            pulled[*path, "a"] = jnp.einsum("lor,loi->lri", b, g, precision=precision)
-            pulled[*path, "b"] = jnp.einsum("loi,lri->lor", g, a, precision=precision)
-        return unflatten_dict(pulled)
+        numbers = read_numbers(leaf).astype(jnp.float32)
+        if path not in self.lora.targets:
+            return numbers
+        return add_change(numbers, changes[*path, "a"], changes[*path, "b"], self.lora.scale)
+
+    def pull_one(self, g: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        """Computes scale B^T G for A and scale G A^T for B, with the gradient G of matrices."""
+        assert self.lora is not None
+        g = self.lora.scale * g.astype(jnp.float32)
+        precision = jax.lax.Precision.HIGHEST
+        of_a = jnp.einsum("lor,loi->lri", b, g, precision=precision)
+        return of_a, jnp.einsum("loi,lri->lor", g, a, precision=precision)
 
     def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
         """Returns shardings by the rules of dense parameters."""
@@ -554,9 +546,9 @@ class MergedAdapters(Adapters):
         """Counts a full fine-tune: gradients of matrices are formed."""
         return Form.count_flops(self, spec, length, 1.0)
 
-    def shape_gradients(self, student: Checkpoint) -> Params:
+    def shape_gradients(self, student: Checkpoint, compute: DTypeLike) -> Params:
         """Shapes of the adapted matrices: their gradients make the gradients of A and B."""
-        shapes = _flatten(functional(student.spec, Compute())[1])
+        shapes = _flatten(_cast_shapes(functional(student.spec, Compute())[1], compute))
         return unflatten_dict({path: shapes[path] for path in self.choose_lora(student).targets})
 
 
@@ -1043,15 +1035,18 @@ class Rounded(Form):
         Raises `UserError` for types that cannot be trained, for a custom module, for a block that
         drafts, and for importances of another model.
         """
-        inner = choose_form(None, student)
+        inner, rounded = choose_form(None, student), self.choose_types(student.spec)
         if isinstance(inner, DraftBlock):
             raise UserError(
                 f"found form=Rounded({self.text!r}) for a block that drafts; expected none: it "
                 "trains as numbers next to layers that stay as they are stored. Leave it out."
             )
         if isinstance(inner, Adapters):
-            inner = MergedAdapters().settle(student)
-        return dataclasses.replace(self.choose_types(student.spec), of=inner)
+            given = {x.name: getattr(rounded, x.name) for x in dataclasses.fields(Rounded)}
+            functions: Any = student.functions
+            given["of"] = MergedAdapters().settle(student)
+            return RoundedSum(**given, compute=functions.compute.dtype)
+        return dataclasses.replace(rounded, of=inner)
 
     def choose_types(self, spec: ArchSpec | None) -> "Rounded":
         """Returns the form with types and importances for a student of this architecture."""
@@ -1220,18 +1215,18 @@ class Rounded(Form):
         """Shapes of the inner form's masters."""
         return self.of.shapes(student)
 
-    def shape_gradients(self, student: Checkpoint) -> Params:
+    def shape_gradients(self, student: Checkpoint, compute: DTypeLike) -> Params:
         """Shapes of the inner form's gradients."""
-        return self.of.shape_gradients(student)
+        return self.of.shape_gradients(student, compute)
 
-    def shape_seen(self, student: Checkpoint) -> Params:
-        """Shapes of all parameters, as rounded numbers."""
+    def shape_seen(self, student: Checkpoint, compute: DTypeLike) -> Params:
+        """Shapes of all parameters, as rounded numbers, float32."""
         return functional(student.spec, Compute())[1]
 
     def count_kept(self, student: Checkpoint) -> int:
         """Bytes of the scales."""
         plain = Rounded(self.text).choose_types(student.spec)
-        return count_bytes(jax.eval_shape(plain.begin, {}, self.shape_seen(student)))
+        return count_bytes(jax.eval_shape(plain.begin, {}, functional(student.spec, Compute())[1]))
 
     def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
         """Makes the inner form's model."""
@@ -1257,6 +1252,162 @@ class Rounded(Form):
                     part = changed[path].at[jnp.asarray(layers)].set(part)
                 changed[path] = part
         return unflatten_dict(changed)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedSum(Rounded):
+    """The sum of a frozen base and its adapters, rounded: adapters under rounding.
+
+    A layer is added up and rounded at a time, so that no stack of layers is float32 numbers. The
+    forward pass sees rounded matrices in `compute`, the dtype of its products, in which it would
+    take them anyway, and their gradients have this dtype. A file has the blocks
+    that `Rounded` would make of the sum.
+    """
+
+    of: MergedAdapters = dataclasses.field(default_factory=MergedAdapters)
+    compute: DTypeLike = "float32"
+
+    def begin(self, base: Params, masters: Params) -> Kept:
+        """Fits the scales."""
+        kept = {}
+        for path, types in self.types:
+            weights = self.importance.get(path)
+            for dtype, layers in parts_by_type(types):
+
+                def fit(x: Array, weights: Any, dtype: str = dtype) -> Scales:
+                    return fit_rows(x, dtype, weights)
+
+                part = None if weights is None else _take(jnp.asarray(weights), layers)
+                kept[*path, dtype] = self._map(fit, path, layers, (base, masters), part)
+        return unflatten_dict(kept)
+
+    def see(self, base: Params, kept: Kept, masters: Params) -> Params:
+        """Returns the numbers that the blocks decode to; what is not rounded is float32."""
+
+        def round_rows(dtype: str, x: Array, scales: Scales) -> Array:
+            return decode_fields(encode_fields(x, dtype, scales), dtype, self.compute)
+
+        def join(parts: Sequence[tuple[str, Any, Array]]) -> Array:
+            return _join_layers([(layers, x) for _, layers, x in parts])
+
+        return self._replace_all(round_rows, join, base, kept, masters)
+
+    def pull(
+        self,
+        base: Params,
+        kept: Kept,
+        masters: Params,
+        seen: Params,
+        grads: Params,
+        frozen: frozenset[str],
+    ) -> Params:
+        """Passes gradients straight through to A and B, but where they drive cut numbers further.
+
+        The numbers of float32 tell what is cut: seen ones may have fewer bits.
+        """
+        changes, scales = _flatten(masters), _flatten(kept)
+        given, pulled, rounded = _flatten(grads), {}, dict(self.types)
+        assert self.of.lora is not None
+        for path in self.of.lora.targets:
+            parts = []
+            for dtype, layers in parts_by_type(rounded.get(path, ("",))):
+
+                def pull_rows(x: Array, parts: Any, dtype: str = dtype) -> tuple[Array, Array]:
+                    scales, g, a, b = parts
+                    if dtype:
+                        y = decode_fields(encode_fields(x, dtype, scales), dtype)
+                        outwards = is_cut(x, y, dtype, scales) & ((x - y) * g < 0)
+                        g = jnp.where(outwards, 0, g)  # a step goes against g
+                    return self.of.pull_one(g, a, b)
+
+                arrays = given[path], changes[*path, "a"], changes[*path, "b"]
+                of = scales.get((*path, dtype)), *(_take(x, layers) for x in arrays)
+                parts.append((layers, self._map(pull_rows, path, layers, (base, masters), of)))
+            for number, name in enumerate("ab"):
+                pulled[*path, name] = _join_layers([(at, pair[number]) for at, pair in parts])
+        return unflatten_dict(pulled)
+
+    def pack(self, base: Params, kept: Kept, masters: Params) -> Params:
+        """Makes the exported student: blocks, as a packed model has them."""
+
+        def encode(dtype: str, x: Array, scales: Scales) -> tuple[Array, ...]:
+            return encode_fields(x, dtype, scales)
+
+        return self._replace_all(encode, stack_blocks, base, kept, masters)
+
+    def _replace_all(
+        self,
+        change: Callable[[str, Array, Scales], Any],
+        join: Callable[[Any], Any],
+        base: Params,
+        kept: Kept,
+        masters: Params,
+    ) -> Params:
+        """Changes rounded matrices; `join` joins their parts, each a type, layers and a result."""
+        changes, scales, rounded = _flatten(masters), _flatten(kept), dict(self.types)
+        made: dict[tuple[str, ...], Any] = {}
+        for path, leaf in _flatten(base).items():
+            if path not in rounded:
+                made[path] = self.of.add(path, leaf, changes)
+                continue
+            parts = []
+            for dtype, layers in parts_by_type(rounded[path]):
+                run, of = functools.partial(change, dtype), scales[*path, dtype]
+                found = self._map(run, path, layers, (base, masters), of)
+                parts.append((dtype, layers, found))
+            made[path] = join(parts)
+        return unflatten_dict(made)
+
+    def _map(
+        self,
+        function: Callable[[Array, Any], Any],
+        path: tuple[str, ...],
+        layers: tuple[int, ...] | None,
+        given: tuple[Params, Params],
+        parts: Any,
+    ) -> Any:
+        """Calls a function of a matrix's numbers, float32, and of `parts`, for a layer at a time.
+
+        `given` are base and masters; `parts` are arrays of these layers, stacked, as results are.
+        """
+        base, masters = given
+        leaf, changes = _flatten(base)[path], _flatten(masters)
+        if path[0] not in STACKS:
+            return function(self.of.add(path, leaf, changes), parts)
+        own = {name: x for name, x in changes.items() if name[:-1] == path}
+
+        def run(one: tuple[Array, Any]) -> Any:
+            place, parts = one
+            change = {name: x[place][None] for name, x in own.items()}
+            numbers = self.of.add(path, read_layer(leaf, place)[None], change)
+            found = function(numbers, jax.tree.map(lambda x: x[None], parts))
+            return jax.tree.map(lambda x: x[0], found)
+
+        places = jnp.arange(leaf.shape[0]) if layers is None else jnp.asarray(layers)
+        return jax.lax.map(run, (places, parts))
+
+    def shape_seen(self, student: Checkpoint, compute: DTypeLike) -> Params:
+        """Shapes of all parameters, the rounded ones in the dtype of products."""
+        flat = _flatten(functional(student.spec, Compute())[1])
+        rounded = dict(Rounded(self.text).choose_types(student.spec).types)
+        cast = {p: _cast_shapes(x, compute) if p in rounded else x for p, x in flat.items()}
+        return unflatten_dict(cast)
+
+
+def _join_layers(parts: Sequence[tuple[tuple[int, ...] | None, Array]]) -> Array:
+    """Joins the layers of a stack, of which each part has some; None: all."""
+    (layers, first), *others = parts
+    if layers is None:
+        return first
+    total = sum(len(at or ()) for at, _ in parts)
+    joined = jnp.zeros((total, *first.shape[1:]), first.dtype)
+    for at, part in ((layers, first), *others):
+        joined = joined.at[jnp.asarray(at)].set(part)
+    return joined
+
+
+def _cast_shapes(tree: Any, dtype: DTypeLike) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), tree)
 
 
 # Functions of a student that is a part which drafts, and its form.
@@ -1296,8 +1447,9 @@ def form_of(student: StudentConfig) -> Form:
         return DraftBlock(new=student.block == NEW, later=split_drafts(student.later_drafts))
     if not student.quantize:
         return Adapters(asked=student.lora) if student.lora.rank else PLAIN
-    within = MergedAdapters(asked=student.lora) if student.lora.rank else PLAIN
-    return Rounded(student.quantize, student.imatrix, within, student.start)
+    if student.lora.rank:
+        return RoundedSum(student.quantize, student.imatrix, MergedAdapters(asked=student.lora))
+    return Rounded(student.quantize, student.imatrix, start=student.start)
 
 
 def check_form(form: Form, student: Model, **settings: Any) -> None:

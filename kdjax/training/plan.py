@@ -81,7 +81,8 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
     shapes = form.shapes(pair.student)
     masters = sharding.tree_bytes(shapes, mesh)
     tx, frozen = _prepare_optimizer(config.optim, pair.student.spec, shapes)
-    formed = leave_out(form.shape_gradients(pair.student), frozen)
+    computed = config.train.compute_dtype
+    formed = leave_out(form.shape_gradients(pair.student, computed), frozen)
     gradients = sharding.tree_bytes(formed, mesh)
     one_sum = config.student.remat == "full" or config.train.reduce_dtype != "float32"
     if not (form.freezes or one_sum) and sharding.splits_state(mesh):
@@ -99,7 +100,7 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         )
     if form.weights and not shares_base(config, pair, kind):
         weights = RUNNING[form.weights]
-        dtype, rows = form.base_dtype(config.train.compute_dtype), pair.student.spec.vocab_size
+        dtype, rows = form.base_dtype(computed), pair.student.spec.vocab_size
         resident[f"student, {weights.resident or dtype}"] = weights.resident_bytes(
             pair.student.base, rows, dtype, mesh
         )
@@ -107,10 +108,11 @@ def make_plan(config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: Te
         form.title: masters,
         f"optimizer moments, {config.optim.moment_dtype}": moments * share,
     }
-    if seen := form.shape_seen(pair.student):
+    if seen := form.shape_seen(pair.student, computed):
         scales = form.count_kept(pair.student)
         saved += scales
-        resident["student, rounded, float32"] = sharding.tree_bytes(seen, mesh)
+        dtype = max(jax.tree.leaves(seen), key=lambda x: x.size).dtype
+        resident[f"student, rounded, {dtype}"] = sharding.tree_bytes(seen, mesh)
         resident["its scales"] = scales * share
     limit = share_memory(devices)
     flops = count_step_flops(config, pair, kind, kind.flop_rate)
