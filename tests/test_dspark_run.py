@@ -59,6 +59,7 @@ def test_a_run_resumes_bit_for_bit_and_saves_the_head_alone(run, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("run", ["dspark", "some ids"], indirect=True)
 def test_devices_that_share_weights_train_alike(run, tmp_path):
     assert_trains_alike(run, tmp_path / "run", data=1, fsdp=2)
 
