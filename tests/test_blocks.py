@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import cases
 
 from kdjax.errors import UserError
 from kdjax.formats import open_table
@@ -62,6 +63,7 @@ def test_the_table_agrees_with_gguf_py():
         assert gguf.GGML_QUANT_SIZES[kind] == (block.elements, block.nbytes)
 
 
+@pytest.mark.slow
 def test_the_table_has_the_bits_of_a_number_and_those_that_share_a_factor():
     """Bits as in the type's name; groups as its decoder or its encoder shares factors."""
     others = {"IQ2_XS": 16, "IQ2_XXS": 32, "IQ1_S": 32, "IQ1_M": 16, "NVFP4": 16}
@@ -275,7 +277,7 @@ def test_q1_0_and_q2_0_by_hand():
     assert got[:5].tolist() == [-0.5, 0, 0.5, 1, -0.5] and got[-1] == 1
 
 
-@pytest.mark.parametrize("dtype", ["IQ1_S", "IQ2_XXS", "IQ2_S", "IQ3_S", "Q8_0"])
+@pytest.mark.parametrize("dtype", cases("IQ2_S", "Q8_0", slow=["IQ1_S", "IQ2_XXS", "IQ3_S"]))
 def test_stacks_are_rounded_by_ggmls_encoder(dtype, rng):
     """Errors are as few bits make them; an importance lowers the ones that it weighs."""
     pytest.importorskip("xllamacpp")

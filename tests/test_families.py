@@ -347,6 +347,7 @@ def test_what_llama_cpp_does_not_compute_of_an_olmo_is_refused(tokenizer, tmp_pa
     assert spec_from_table(table).layers == near
 
 
+@pytest.mark.slow
 def test_longrope_turns_by_the_longest_text(tokenizer):
     """Transformers does so: a text beyond the original 16 positions turns otherwise from its start.
 

@@ -93,6 +93,7 @@ def test_the_forward_pass_sees_the_sum_rounded_once(student, teacher):
     assert changed == 2
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_adapters_is_that_of_the_sum(student, teacher):
     """Straight through rounding: A moves by scale B^T G, B by scale G A^T, in float64."""
     step = make(student, teacher)

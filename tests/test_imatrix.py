@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import cases
 
 import kdjax
 from kdjax import progress
@@ -156,7 +157,9 @@ def test_an_expert_that_no_token_chose_has_an_importance_of_one(tmp_path):
     assert read_importance(tmp_path / "i.gguf")["a"].tolist() == [[1] * 4, [4] * 4]
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_XS"])
+@pytest.mark.parametrize(
+    "kind", cases("Q2_K", "Q4_0", "IQ4_XS", slow=["Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0"])
+)
 @pytest.mark.parametrize("zeros", [32, 256, 512])
 def test_columns_of_no_importance_are_not_noise(kind, zeros):
     """Their error was 2 for numbers of size 1, of zeros it is 1; llama.cpp's is that of others."""

@@ -72,6 +72,7 @@ def loss_by_hand(params, projections, student, teacher, batch, real, pairs, weig
     return (loss + weight * extra) / jnp.sum(w), extra / jnp.sum(w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "devices", "microbatches"),
     cases(("packed", 1, 2), slow=[("packed", 4, 1), ("dense", 1, 1)]),

@@ -158,7 +158,7 @@ def _inner(jaxpr):
                     yield from _inner(x)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", cases("none", slow=["dots", "full"]))
 @pytest.mark.parametrize("form", FORMS)
 def test_no_dense_gradient_and_no_second_base(bases, teacher, form, remat):
     """A step computes no stack of matrices and no copy of blocks or of the head's gradient: a

@@ -454,6 +454,7 @@ def test_the_block_alone_trains(batch, tmp_path):
     np.testing.assert_allclose(again.logits(rows), trained.logits(rows), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_student_keeps_the_block_that_it_has(model, batch):
     """Its loss reaches the layers alone, and no decay moves the block."""
     loss = kdjax.KDLoss(kdjax.forward_kl, alpha=1.0)

@@ -319,6 +319,7 @@ def test_rounding_by_hessians_loses_less_of_the_output(model, dtype):
         assert lost(rounded) < lost(blocks[2]) < lost(plain)
 
 
+@pytest.mark.slow
 def test_all_layers_are_rounded_by_hessians_and_a_run_begins_with_them(
     model, models, batches, tmp_path
 ):

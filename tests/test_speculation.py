@@ -148,7 +148,9 @@ def one_round(p, q, count, sampling, seed=0):
     return np.asarray(ids), np.asarray(accepted)
 
 
-@pytest.mark.parametrize("how", [dict(), dict(temperature=0.7, top_k=3), dict(top_p=0.8)])
+@pytest.mark.parametrize(
+    "how", cases(dict(temperature=0.7, top_k=3), slow=[dict(), dict(top_p=0.8)])
+)
 def test_speculative_sampling_draws_from_the_big_models_distribution(how):
     """40,000 rounds over 5 ids beside the exact probabilities, and their acceptance beside 1 - TV.
 
@@ -182,7 +184,9 @@ def test_speculative_sampling_draws_from_the_big_models_distribution(how):
             alive &= accepted > place
 
 
-@pytest.mark.parametrize("how", [dict(top_k=3), dict(top_p=0.7), dict(top_k=6, top_p=0.8), {}])
+@pytest.mark.parametrize(
+    "how", cases(dict(top_k=6, top_p=0.8), {}, slow=[dict(top_k=3), dict(top_p=0.7)])
+)
 def test_plain_and_speculative_drawing_keep_the_same_ids(how):
     """Those equal to the last that is kept as well; a row of the head that is no id never."""
     logits = jnp.asarray([1, 3, 3, 0, 2, 2, 2, -1, 1, 9], jnp.float32)

@@ -178,11 +178,11 @@ def named_step(models, names, **settings):
 
 @pytest.mark.parametrize(
     ("names", "expected"),
-    [
-        ("blocks/*/mlp", r"blocks/\d+/mlp/.*"),
+    cases(
         ("blk.1, output_norm", r"blocks/1/.*|norm/weight"),
         (["blk.*.attn_q.weight"], r"blocks/\d+/attn/q/weight"),
-    ],
+        slow=[("blocks/*/mlp", r"blocks/\d+/mlp/.*")],
+    ),
 )
 def test_named_parameters_and_layers_alone_are_trained(models, names, expected):
     student, after, metrics = named_step(models, names)
