@@ -155,6 +155,7 @@ def test_a_mesh_rounds_as_one_device(pair, alone, models, axes):
     assert min(same) > 0.95, same
 
 
+@pytest.mark.slow
 def test_a_plain_step_is_the_program_without_forms(pair):
     step = make(pair)
     spec = step.spec
@@ -199,6 +200,7 @@ def test_gradients_at_the_rounded_numbers_move_the_masters(pair, rounded):
     jax.tree.map(np.testing.assert_array_equal, after.kept, first.kept)  # fitted once
 
 
+@pytest.mark.slow
 def test_microbatches_round_once(pair, rounded):
     step = make(pair, form=kdjax.Rounded("q4_k_m"), microbatches=2)
     state, _ = step(step.init(pair[0].params), pair[1].params, batch(pair[0]))
@@ -210,8 +212,7 @@ def test_microbatches_round_once(pair, rounded):
     "dtype",
     cases(
         "Q4_0",
-        "Q4_K",
-        slow=["Q6_K", "Q8_0", "IQ4_NL", "MXFP4", "Q5_1", "IQ3_S", "IQ3_XXS", "IQ2_S"],
+        slow=["Q4_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4", "Q5_1", "IQ3_S", "IQ3_XXS", "IQ2_S"],
     ),
 )
 def test_what_lies_beyond_its_scale_is_not_driven_further_out(dtype, rng):

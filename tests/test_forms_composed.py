@@ -9,6 +9,7 @@ import optax
 import pytest
 from conftest import start_over
 from flax.traverse_util import flatten_dict, unflatten_dict
+from quick import cases
 from test_run import Recorder, go, saved
 
 import kdjax
@@ -32,7 +33,7 @@ def teacher(models):
     return kdjax.load(models / "teacher.gguf", dtype="float32")
 
 
-@pytest.fixture(scope="module", params=["packed", "dense"])
+@pytest.fixture(scope="module", params=cases("dense", slow=["packed"]))
 def student(request, models):
     base = kdjax.load(models / "student.gguf", weights=request.param, dtype="float32")
     return kdjax.add_lora(base, rank=RANK, alpha=ALPHA, targets="q_proj,down_proj")
@@ -170,6 +171,7 @@ def test_the_sum_has_the_same_bits_in_another_order_of_operations(rng):
     np.testing.assert_allclose(got, exact, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_of_several_types_are_those_of_the_sum_rounded_at_once(models, tmp_path):
     """Also as products in bfloat16 take them: equal blocks, scales and gradients of equal ones."""
     types = tmp_path / "types.txt"

@@ -272,7 +272,10 @@ def check(path, data):
 @pytest.mark.parametrize(
     "batch", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, BATCHES))]
 )
-@pytest.mark.parametrize("suffix", ["gguf", "apr", "safetensors"])
+@pytest.mark.parametrize(
+    "suffix",
+    ["gguf", *(pytest.param(s, marks=pytest.mark.slow) for s in ("apr", "safetensors"))],
+)
 def test_mutated_files_are_read_or_refused(tmp_path, valid, suffix, batch, types_unchecked):
     # To check annotations, at 0.1 ms a call, would be most of the time, and their messages most of
     # the memory.

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from quick import cases
 from safetensors.numpy import load_file, save_file
 from test_dspark import model, path, unsettle
 from test_eagle import unsettle as unsettle_eagle
@@ -64,7 +65,12 @@ HEADS = {
 }
 
 
-@pytest.fixture(scope="module", params=HEADS)
+VARIANTS = ("bonus", "some ids")
+
+
+@pytest.fixture(
+    scope="module", params=cases(*(h for h in HEADS if h not in VARIANTS), slow=VARIANTS)
+)
 def head(model, request):
     """A head as its folder has it: of EAGLE-3 with the unembedding."""
     return add_output(HEADS[request.param](model))

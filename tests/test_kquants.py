@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import cases
 
 from kdjax.errors import UserError
 from kdjax.formats import blocks, codebooks
@@ -21,6 +22,7 @@ LIMITS = {"Q4_K": 65504 * 63, "Q5_K": 65504 * 63, "Q6_K": 65504 * 31 * 127}
 SIGNED = {"Q4_0": 8, "Q5_0": 16}  # one scale, and integers from minus this on
 # Types with a grid, and the relative errors of normal numbers.
 GRIDDED = {"IQ3_S": 0.135, "IQ3_XXS": 0.185, "IQ2_S": 0.25}
+SLOWER_GRIDS = [dtype for dtype in GRIDDED if dtype != "IQ3_XXS"]
 EXAMPLES = hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 
 
@@ -69,7 +71,7 @@ def any_blocks(draw):
     return np.ldexp(x + np.float32(shift), np.repeat(exponents, 16, 1) + whole).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", cases("Q4_K", "Q6_K", slow=["Q5_K"]))
 @hypothesis.given(x=any_blocks())
 @EXAMPLES
 def test_any_block_decodes_within_the_bound_of_its_scale(dtype, x):
@@ -242,7 +244,9 @@ def test_the_largest_values_fit_and_larger_ones_are_refused(dtype):
             encode(x, dtype)
 
 
-@pytest.mark.parametrize("dtype", [*TYPES, *SIGNED, "IQ4_NL", "IQ4_XS", *GRIDDED])
+@pytest.mark.parametrize(
+    "dtype", cases(*TYPES, *SIGNED, "IQ4_NL", "IQ4_XS", "IQ3_XXS", slow=SLOWER_GRIDS)
+)
 def test_parts_change_no_byte(dtype, rng, monkeypatch):
     x = rng.standard_normal((40, 256)).astype(np.float32)
     whole = encode(x, dtype)
@@ -279,7 +283,13 @@ def test_few_bits_lose_as_little_as_they_must(dtype, rng):
 SEARCHED = ["Q2_K", "Q3_K", "Q4_0", "IQ4_NL", *GRIDDED]
 
 
-@pytest.mark.parametrize("dtype", [*SEARCHED, "Q4_K", "Q5_K", "Q6_K", "Q5_0", "IQ4_XS"])
+@pytest.mark.parametrize(
+    "dtype",
+    cases(
+        *("Q3_K", "Q4_0", "IQ3_XXS", "Q4_K", "IQ4_XS"),
+        slow=["Q2_K", "IQ4_NL", *SLOWER_GRIDS, "Q5_K", "Q6_K", "Q5_0"],
+    ),
+)
 def test_an_importance_lowers_the_errors_that_it_weighs(dtype, rng):
     x = rng.standard_t(5, (64, 1024)).astype(np.float32) * np.float32(0.02)
     importance = np.exp(rng.standard_normal(1024)).astype(np.float32)
@@ -325,7 +335,7 @@ def least_errors(x, dtype, factors):
     return np.reshape(least, (len(factors), len(x), -1)).sum(axis=2)
 
 
-@pytest.mark.parametrize("dtype", GRIDDED)
+@pytest.mark.parametrize("dtype", cases("IQ3_XXS", slow=SLOWER_GRIDS))
 def test_entries_and_signs_are_the_best_of_all_of_the_grid(dtype, rng):
     """With the scales of the search, each eight against every entry; all signs of IQ3_XXS."""
     x = rng.standard_t(5, (1, 256)).astype(np.float32)

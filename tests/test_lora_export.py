@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from exporting import ask_llama_cpp, needs_llama_cpp, write_small_tokenizer
+from quick import cases
 from test_lora import shake
 
 import kdjax
@@ -52,7 +53,7 @@ def test_a_peft_folder_opens_as_what_was_written(models, tmp_path, targets):
     same_adapters(kdjax.load(tmp_path / "adapter", dtype="float32"), student)
 
 
-@pytest.mark.parametrize("dtype", [None, "q4_k_m"])
+@pytest.mark.parametrize("dtype", cases("q4_k_m", slow=[None]))
 def test_merged_files_hold_the_sum(models, tmp_path, dtype):
     base = kdjax.load(models / "student.gguf", weights="packed", dtype="float32")
     student = shake(kdjax.add_lora(base, rank=4, targets="q_proj,down_proj"))

@@ -298,7 +298,7 @@ def test_the_chosen_types_lose_less_than_the_recipe_at_its_bytes(model, batches,
 GRIDDED = ["IQ3_S", "IQ3_XXS", "IQ2_S"]  # several columns are rounded at once
 
 
-@pytest.mark.parametrize("dtype", cases("Q4_0", "IQ4_XS", slow=GRIDDED))
+@pytest.mark.parametrize("dtype", cases("Q4_0", slow=["IQ4_XS", *GRIDDED]))
 def test_rounding_by_hessians_loses_less_of_the_output(model, dtype):
     """The output's error, by float64; masters and scales round to what was returned."""
     rng = np.random.default_rng(0)

@@ -70,6 +70,7 @@ def list_variants(spec):
         yield "drafts", {"drafts": 1}
 
 
+@pytest.mark.slow
 def test_each_family_has_a_case(tokenizer):
     assert {as_gguf(case, tokenizer).spec.family for case in CASES} == set(FAMILIES)
 
