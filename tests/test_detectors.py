@@ -384,6 +384,7 @@ def test_rows_in_another_order_are_named_so():
     assert detectors.rope_layout(3.35, 151665, lambda order: 3.2) is None
 
 
+@pytest.mark.slow
 def test_a_model_of_simple_stories_is_asked_for_a_story(mesh):
     """The demo's teacher is near a guess at Python, which nobody taught it."""
     model = open_target(f"{demo.TEACHER}@dense:float32").load(mesh)

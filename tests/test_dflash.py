@@ -168,6 +168,7 @@ def sum_losses(model, head, texts, first, weights):
     return total
 
 
+@pytest.mark.slow
 def test_no_column_of_the_unembedding_has_a_gradient(model, head):
     """The step's products with a side of ids are of positions alone."""
     compiled, positions = compile_step(model, head, alpha=1.0)

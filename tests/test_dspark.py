@@ -325,6 +325,7 @@ def test_a_step_runs_the_target_once(model, head):
     assert products < counts[0] - counts[1] < 1.5 * products < 2 * positions // parts * layers / 4
 
 
+@pytest.mark.slow
 def test_the_bias_alone_of_the_unembedding_has_a_gradient(model, head):
     """One of the step's products with a side of ids is of positions, and one of the rank."""
     compiled, positions = compile_step(model, head, alpha=1.0)

@@ -740,6 +740,7 @@ def test_text_that_cannot_be_read_is_no_fault_of_the_model(
     assert re.search(r"^error: .*a\.jsonl:1: not JSON", printed.err, re.M), printed.err
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise MemoryError("RESOURCE_EXHAUSTED: 3 GiB")

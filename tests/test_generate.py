@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from quick import cases
 from toy_teacher import next_id_teacher
 
 from kdjax.commands import generate as command
@@ -72,7 +73,7 @@ def test_greedy_with_a_cache_is_greedy_without(models):
         np.testing.assert_allclose(completion.log_probs, log_probs, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral", "smollm3"])
+@pytest.mark.parametrize("family", cases("gemma3", slow=["mistral", "smollm3"]))
 def test_layers_of_several_kinds_hold_in_the_cache(family):
     """Prompts shorter and longer than the window of 7, and continued beyond it."""
     rng = np.random.default_rng(2)
@@ -103,6 +104,7 @@ def test_bf16_on_a_cpu_writes_the_same_with_room_for_wide_weights_and_without(mo
     np.testing.assert_allclose(*first, atol=0.03)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_batch(models):
     how = dict(temperature=1.0, top_p=0.9, seed=5)
     prompts = prompts_of(5)
@@ -126,6 +128,7 @@ def test_a_row_draws_by_its_number(models):
             run(models, prompts=prompts[:2], numbers=bad)
 
 
+@pytest.mark.slow
 def test_several_new_ids_at_once_are_one_after_another(models):
     """Each row at its own position; what lay behind it in the cache is forgotten."""
     model = opened(f"{models}/teacher.gguf@dense:float32")
@@ -161,6 +164,7 @@ def test_a_row_depends_on_neither_slot_nor_device(models):
             assert {c.reason for c in got} == {"length"}
 
 
+@pytest.mark.slow
 def test_the_last_rows_move_together(models, monkeypatch):
     """On each of two devices, when one of four slots would do."""
     monkeypatch.setattr(decoding, "_LEAST", 1)
@@ -230,6 +234,7 @@ def test_each_program_is_compiled_once(models):
     assert decoding._fill._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_calls_of_one_room_share_their_programs(models):
     model = load(f"{models}/teacher.gguf", dtype="float32")
     fixed = dict(real=model.real_vocab, spread=model.spread, batch_size=3)
@@ -310,7 +315,9 @@ def test_top_k_and_top_p_keep_the_right_ids(top_k, top_p, kept):
 
 
 @pytest.mark.parametrize("by_weight", [False, True])
-@pytest.mark.parametrize("how", [dict(temperature=1.0), dict(temperature=0.7, top_p=0.9, top_k=90)])
+@pytest.mark.parametrize(
+    "how", cases(dict(temperature=1.0), slow=[dict(temperature=0.7, top_p=0.9, top_k=90)])
+)
 def test_ids_are_drawn_with_their_probabilities(how, by_weight):
     """Chi-square against float64; more ids than blocks, and no multiple of their number."""
     rng, rows, ids = np.random.default_rng(11), 30_000, 301
@@ -334,7 +341,9 @@ def test_ids_are_drawn_with_their_probabilities(how, by_weight):
     assert scipy.stats.chisquare(counts[kept], want * rows).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("how", [{}, dict(temperature=0.7, top_p=0.9), dict(temperature=1.0)])
+@pytest.mark.parametrize(
+    "how", cases(dict(temperature=0.7, top_p=0.9), slow=[{}, dict(temperature=1.0)])
+)
 def test_the_kernel_draws_what_is_defined(how):
     rng = np.random.default_rng(12)
     logits = jnp.asarray(rng.normal(0, 2, (6, 5000)), jnp.float32).at[:, 4990:].set(100.0)
@@ -369,6 +378,7 @@ def test_no_weight_no_draw():
             assert place == taken[int(uniform * len(taken))]
 
 
+@pytest.mark.slow
 def test_temperature_sharpens():
     logits = jnp.broadcast_to(jnp.asarray([[1.0, 0.0]]), (4000, 2))
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(1), i))(jnp.arange(4000))

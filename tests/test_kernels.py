@@ -197,7 +197,7 @@ def test_kernels_become_triton_without_a_gpu():
         assert "triton" in lower_for_gpu(function, *shapes)
 
 
-@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("length", cases(1, slow=[3]))
 def test_a_few_positions_change_the_states_of_their_layer_alone(length):
     """The recurrence, over a border of two documents; other layers' states stay."""
     rng, (rows, groups, heads, width) = np.random.default_rng(6), (3, 2, 6, 64)

@@ -126,7 +126,7 @@ def test_gradients_are_those_of_the_loss_written_out(models, weights, devices, m
 
 
 @pytest.mark.parametrize("scan", cases(True, slow=[False]))
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", cases("none", slow=["full"]))
 def test_the_layers_asked_for_are_those_of_all_whatever_is_computed_again(models, remat, scan):
     """Values and gradients; in a forward pass no array has all layers."""
     model = load(models, "teacher", dtype="float32")

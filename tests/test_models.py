@@ -59,7 +59,9 @@ def relative(got, want):
     return np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", cases(*(case for case in CASES if case != "qwen3_5"), slow=["qwen3_5"])
+)
 def test_every_layer_and_the_logits_equal_transformers(case):
     expected = np.load(GOLDENS / case / "expected.npz")
     apply, params = load(GOLDENS / case)
@@ -79,7 +81,7 @@ def test_goldens_cover_every_family_and_rope_kind():
     assert set(CASES) == set(make_goldens.CASES)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", cases("full", slow=["dots"]))
 def test_remat_changes_memory_and_nothing_else(remat):
     tokens = np.load(GOLDENS / "qwen2_tied" / "expected.npz")["tokens"]
 

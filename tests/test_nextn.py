@@ -165,6 +165,7 @@ def test_the_block_computes_its_formula(model, block):
         start += len(tokens)
 
 
+@pytest.mark.slow
 def test_runs_of_drafts_are_those_of_passes_that_begin_everywhere(model, block):
     """The states of three drafts a pass, of a pass from each token of two documents of a row."""
     texts = PROMPTS[2], PROMPTS[0][:6]
@@ -187,6 +188,7 @@ def test_runs_of_drafts_are_those_of_passes_that_begin_everywhere(model, block):
                 before = np.concatenate([before, own[None]])
 
 
+@pytest.mark.slow
 def test_runs_attend_alike_in_blocks_of_queries(monkeypatch):
     """Outputs and gradients of 11 positions of two documents, at once and by 4 queries."""
     draw = np.random.default_rng(0)

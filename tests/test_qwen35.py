@@ -308,6 +308,7 @@ def test_slots_count_states(model):
     assert "news of states" not in count_slots(model.spec, 2, 10, 50, 50, kernel=False)
 
 
+@pytest.mark.slow
 def test_importance_is_of_both_kinds_of_layers(model):
     """The first delta layer's matrices take the normalised embedding, all of a layer the same."""
     found, count = sum_squares(model, [np.asarray([PROMPT[:40]])])

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import cases
 from scipy.special import log_softmax
 from toy_teacher import next_id_teacher
 
@@ -162,6 +161,7 @@ def test_packed_keeps_the_bytes_of_the_file(deep):
     assert "packed" in str(lean) and "GB resident, 384 head rows" in str(lean)
 
 
+@pytest.mark.slow
 def test_nothing_is_hoisted_out_of_the_layer_scan(deep):
     """Three times the layers must not need room for a single decoded layer more."""
     temporaries = {}
@@ -192,9 +192,10 @@ def test_packed_on_a_mesh_equals_one_device(deep, tmp_path, kind):
     np.testing.assert_allclose(logits(spread, rows=4), alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("weights", cases("packed", slow=[w for w in WEIGHTS if w != "packed"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", WEIGHTS)
 # Untied and tied.
-@pytest.mark.parametrize("which", ["teacher", pytest.param("student", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["teacher", "student"])
 def test_truncated_is_the_first_columns(models, weights, which):
     whole = model(models / f"{which}.gguf", weights)
     cut = narrow_head(whole, 300)
@@ -366,6 +367,7 @@ def test_another_tokenizer_stands_for_one_that_cannot_be_read(
         open_pair(config)
 
 
+@pytest.mark.slow
 def test_generate_takes_the_tokenizer_that_the_message_asks_for(models, tmp_path, capsys):
     path = retold(models, tmp_path / "m.gguf", "student", pre="new")
     ask = [f"{path}@dense:float32", "--prompt=def f(", "--max-tokens=3"]
@@ -393,6 +395,7 @@ def test_every_block_type_stays_in_its_blocks():
         np.testing.assert_array_equal(jax.jit(PackedMatrix.decode)(kept[1:3]), numbers[1:3])
 
 
+@pytest.mark.slow
 def test_the_width_after_truncation_is_the_smaller_one_or_an_error():
     """Teachers of 1 to 8 ids, cut to -1 to 9."""
     for native, wanted in itertools.product(range(1, 8 + 1), range(-1, 10)):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from quick import cases
 
 import kdjax
 from scripts.bench.synthetic import SHAPES, write_random_gguf
@@ -10,12 +9,10 @@ from scripts.bench.synthetic import SHAPES, write_random_gguf
 TOKENS = np.random.default_rng(0).integers(0, 300, (1, 40))  # longer than the toy's window of 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
-    cases(
-        "tiny-gemma",
-        slow=["tiny-student", "tiny-experts", "tiny-delta-teacher", "tiny-delta-experts"],
-    ),
+    ["tiny-gemma", "tiny-student", "tiny-experts", "tiny-delta-teacher", "tiny-delta-experts"],
 )
 def test_a_family_runs_in_every_form(shape, tmp_path):
     write_random_gguf(tmp_path / "m.gguf", SHAPES[shape])
