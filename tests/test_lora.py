@@ -65,7 +65,7 @@ def test_fresh_adapters_change_nothing_and_copy_nothing(bases, form):
     assert not any(np.array_equal(x, y) for x in drawn for y in drawn if x is not y)
 
 
-@pytest.mark.parametrize("form", ["packed", "dense"])
+@pytest.mark.parametrize("form", cases("dense", slow=["packed"]))
 def test_merged_equals_applied(bases, form):
     student = shake(kdjax.add_lora(bases[form], rank=4, alpha=6.0))
     merged = kdjax.merge_lora(student)
@@ -138,6 +138,7 @@ def test_forms_of_the_same_numbers_train_alike(stepped):
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+@pytest.mark.slow
 def test_microbatches_add_up_to_the_same_gradient(bases, teacher):
     student = shake(kdjax.add_lora(bases["packed"], rank=4))
     found = []
@@ -190,6 +191,7 @@ def test_no_dense_gradient_and_no_second_base(bases, teacher, form, remat):
     assert not stacks and not heads
 
 
+@pytest.mark.slow
 def test_the_step_holds_no_more_than_a_layer_of_numbers(teacher, tmp_path):
     """By XLA's account, of 16 layers of 768 KiB: dense ones together are 12 MiB."""
     from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
@@ -209,6 +211,7 @@ def test_the_step_holds_no_more_than_a_layer_of_numbers(teacher, tmp_path):
     assert sum(x.nbytes for x in moments) < numbers / 8
 
 
+@pytest.mark.slow
 def test_a_student_that_is_its_teacher_is_refused(bases, models):
     base = bases["packed"]
     with pytest.raises(UserError, match="the same weights"):

@@ -73,6 +73,7 @@ def test_held_out_figures_are_the_mixtures_and_weights_may_be_the_kinds(models):
     assert got == pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_likeliest_ids_of_two_are_the_weighted_sum_and_one_of_them_is_itself(models):
     """Its gradient over all ids, under the forward KL, is the mixture's, computed by hand."""
     *teachers, student = trio(models, "teacher", 1.3)
@@ -141,6 +142,7 @@ def test_each_teacher_is_proven_to_fit(models):
         kdjax.make_step(student, [first, narrow], kdjax.KDLoss(), optax.sgd(0.1))
 
 
+@pytest.mark.slow
 def test_the_pages_program(models, tmp_path, monkeypatch):
     """The loss falls on the same text again and again."""
     for name in ("coder", "writer", "student"):

@@ -70,7 +70,7 @@ def weights_apart():
     }
 
 
-@pytest.mark.parametrize("kind", ["running", "topk"])
+@pytest.mark.parametrize("kind", cases("running", slow=["topk"]))
 def test_weights_apart_are_the_formula_in_float64(models, kind):
     """The count is of all positions that train; gradients are JAX's of the plain formula."""
     teacher, student = loaded(models, 1)
@@ -148,6 +148,7 @@ def test_a_run_on_a_line_resumes_exactly(tiny_config, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_the_pages_program(models, monkeypatch):
     monkeypatch.chdir(models)
     names = {"batches": [text()] * 2, "is_sure": weights_apart()["ce_weights"] / 2}

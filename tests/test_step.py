@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from quick import cases
 
 import kdjax
 from kdjax.config import OptimConfig
@@ -192,6 +193,7 @@ def test_devices_that_keep_parts_of_the_masters_take_the_same_step(count, remat)
     assert bytes_of[0] < 1.1 * bytes_of[1] / count  # norms and biases are on all
 
 
+@pytest.mark.slow
 def test_a_state_of_parts_goes_on_on_any_number_of_devices(tmp_path):
     """Masters and moments keep their bits; the next step is that of one device."""
     one, first = build(), build(mesh_of(data=4), split=True)
@@ -293,9 +295,7 @@ def test_twice_the_learning_rate_is_twice_the_first_step():
         assert np.linalg.norm(b) / np.linalg.norm(a) == pytest.approx(2.0, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    "student", ["qwen2_tied", "qwen3", pytest.param("qwen2_untied", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("student", cases("qwen2_tied", slow=["qwen3", "qwen2_untied"]))
 def test_every_tensor_of_the_student_is_stepped(student):
     before, after, _ = step_once(build(student=student))
     moved = jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != b)), after.params, before)

@@ -99,9 +99,10 @@ def assert_same_step(got, want, student):
     assert np.linalg.norm(ours - theirs) < 1e-4 * np.linalg.norm(theirs) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("divergence", "temperature", "devices", "microbatches"),
-    cases(("jsd", 2.0, 1, 2), slow=[("forward_kl", 1.0, 4, 1), ("forward_kl", 2.0, 1, 1)]),
+    [("jsd", 2.0, 1, 2), ("forward_kl", 1.0, 4, 1), ("forward_kl", 2.0, 1, 1)],
 )
 def test_all_ids_in_the_batch_are_the_teacher_itself(
     models, divergence, temperature, devices, microbatches
@@ -180,7 +181,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", cases(False, slow=[True]))
 def test_impossible_teachers_are_refused(pair, on_device):
     """Where the batch is on the host at once, with the place; on the devices by `means`."""
     student = pair[1]

@@ -101,9 +101,9 @@ def mlp_leaves(tree):
     ("wrapper", "mesh", "microbatches", "split"),
     cases(
         ("multi_transform", "one", 2, False),
-        ("masked", "data", 1, True),
-        ("freeze after clipping", "fsdp", 1, False),
         slow=[
+            ("masked", "data", 1, True),
+            ("freeze after clipping", "fsdp", 1, False),
             ("multi_transform", "tensor", 2, False),
             ("masked", "one", 1, False),
             ("multi_transform", "data", 2, False),
@@ -130,6 +130,7 @@ def test_masked_parameters_stay_and_have_no_gradient(wrapper, mesh, microbatches
     assert gate.sharding == master.sharding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [
@@ -148,6 +149,7 @@ def test_wrappers_that_train_everything_do(tx):
     assert not made.spec.frozen and all(jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 def test_gradients_of_frozen_parameters_take_no_memory_and_no_products():
     data = make_batch()
     used = {}
@@ -180,8 +182,10 @@ def named_step(models, names, **settings):
     ("names", "expected"),
     cases(
         ("blk.1, output_norm", r"blocks/1/.*|norm/weight"),
-        (["blk.*.attn_q.weight"], r"blocks/\d+/attn/q/weight"),
-        slow=[("blocks/*/mlp", r"blocks/\d+/mlp/.*")],
+        slow=[
+            (["blk.*.attn_q.weight"], r"blocks/\d+/attn/q/weight"),
+            ("blocks/*/mlp", r"blocks/\d+/mlp/.*"),
+        ],
     ),
 )
 def test_named_parameters_and_layers_alone_are_trained(models, names, expected):
