@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_tiny_config
+from quick import cases
 from test_run import Recorder, go
 
 from kdjax.data import pipeline, teacher_cache
@@ -329,7 +330,7 @@ def test_ids_that_hold_little_of_the_probability_are_named(run, kind, k, little)
         assert float(re.search(r"8 ids hold ([\d.]+)%", log)[1]) < 20  # of 305, nearly even
 
 
-@pytest.mark.parametrize("kind", ["topk", "hidden"])
+@pytest.mark.parametrize("kind", cases("topk", slow=["hidden"]))
 def test_the_teacher_is_not_loaded(run, tmp_path, kind):
     """The compiled step's arguments: the state and the batch; of hidden states also the head."""
     config = with_cache(run[0], make(run, kind, 8 if kind == "topk" else 0))

@@ -452,6 +452,7 @@ rows.prepare_rows(settings, Path(sys.argv[4]))
 """
 
 
+@pytest.mark.slow
 def test_what_killed_makers_of_rows_leave_is_removed(tmp_path, tokenizer, models):
     """By the next one, whose rows are those of a fresh cache; a live maker's folder stays."""
     text, cache = tmp_path / "text", tmp_path / "cache"
@@ -544,6 +545,7 @@ def test_packages_are_text(packages, tmp_path):
     assert sources.find_files(f"{tmp_path}/*.txt,python:alpha") == [tmp_path / "a.txt", *alpha]
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_text_without_tests_and_packages_of_others():
     files = sources.find_files("python:stdlib")
     root = Path(json.__file__).parents[1]

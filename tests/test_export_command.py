@@ -198,6 +198,7 @@ def test_an_importance_that_would_weigh_nothing_is_refused(student, tmp_path, ca
     assert not (tmp_path / "a.gguf").exists()
 
 
+@pytest.mark.slow
 def test_generate_writes_the_same_from_a_workdir_as_from_its_export(
     workdir, student, tmp_path, capsys
 ):

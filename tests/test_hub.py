@@ -18,6 +18,7 @@ import yaml
 from conftest import make_tiny_config
 from fake_hub import COMMIT, FakeHub
 from huggingface_hub import constants, file_download
+from quick import cases
 
 from kdjax import hub
 from kdjax.commands import cli
@@ -330,7 +331,7 @@ def test_a_gated_repository_is_found_before_the_first_download(fake, monkeypatch
         hub.fetch_files(config_of())
 
 
-@pytest.mark.parametrize("how", ["gone", "broken", "offline"])
+@pytest.mark.parametrize("how", cases("gone", "offline", slow=["broken"]))
 def test_without_the_hub_the_cache_serves_and_else_the_local_way_is_named(
     fake, monkeypatch, how, said
 ):
@@ -530,6 +531,7 @@ def test_a_file_comes_with_a_card_and_no_token(fake, said, models, tmp_path, mon
     assert hub_address.endswith(COMMIT) and "base_model" not in str(stored["README.md"])
 
 
+@pytest.mark.slow
 def test_a_shrunk_file_comes_with_the_card_next_to_it(fake, models, tmp_path):
     """Unless the card is another file's, or a run is named; paths of this machine stay here."""
     file, card = tmp_path / "small.gguf", tmp_path / "small.md"

@@ -11,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 from earlier_runs import ROOT, SAVED, STEPS, describe_machine, hash_batch
-from quick import cases
 from test_run import Recorder, go
 
 from kdjax.config import Config, StudentConfig, TeacherConfig, flatten, read_section
@@ -67,7 +66,8 @@ class Batches(Recorder):
         return super().step_end(record)
 
 
-@pytest.mark.parametrize("name", cases("text", slow=["hidden", "answers"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["text", "hidden", "answers"])
 def test_a_run_of_an_earlier_revision_goes_on(earlier, name):
     """To the same bits where those can be the same: one jax, one kind of processor."""
     workdir, made = Path(f"run-{name}"), json.loads(Path("made.json").read_text())

@@ -55,6 +55,7 @@ def test_ctrl_c_saves_names_the_command_and_that_command_resumes(tiny_config, tm
     assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_before_training_a_signal_leaves_nothing_half_written(tiny_config, tmp_path):
     """SIGTERM as soon as the process listens: rows being packed are removed."""
     process = start(tiny_config, tmp_path / "run")
@@ -103,6 +104,7 @@ def test_a_signal_is_answered_while_xla_computes(computing):
     assert time.monotonic() - began < 5 and computing.poll() is None
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_a_process_that_computes(computing):
     computing.send_signal(signal.SIGINT)
     computing.stderr.readline(), computing.stderr.readline()  # the first is heard on its own

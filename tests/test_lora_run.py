@@ -106,6 +106,7 @@ def test_a_missing_or_another_base_is_refused(run, tmp_path, models):
         go(dataclasses.replace(config, student=changed), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_student_that_is_its_own_base_is_refused_or_shares_its_arrays(lora_config, tmp_path):
     lora_config.teacher.path = "self"
     with pytest.raises(UserError, match="hold the same weights"):

@@ -201,6 +201,7 @@ def test_verify_accepts_a_finished_run(finished):
     ]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_first_start(finished, tmp_path):
     job, _, _, straight = finished
     _, first = go(job, tmp_path / "run", stop_at=4)

@@ -330,6 +330,7 @@ def test_a_page_has_no_absolute_path(tmp_path, value):
     assert "teacher.gguf" in source and "samples.json cannot be read" in source
 
 
+@pytest.mark.slow
 def test_titles_and_labels_are_drawn_whole_and_shares_with_few_digits(tmp_path, drawing):
     """Text within the paper, read from the SVG's own words."""
     name = "a-long-name-of-a-run-that-somebody-chose-for-a-comparison-of-two"
@@ -495,6 +496,7 @@ def test_a_report_that_cannot_be_drawn_fails_no_run(whole, monkeypatch, caplog):
     assert f"Try again: kdjax report {whole}" in caplog.text
 
 
+@pytest.mark.slow
 def test_matplotlib_waits_for_the_first_drawing():
     import subprocess
     import sys

@@ -350,6 +350,7 @@ def test_a_round_asks_for_no_more_answers_than_the_last_one_tells(job, tmp_path,
     assert same["next"] == record["next"]
 
 
+@pytest.mark.slow
 def test_a_round_is_no_part_of_the_time_of_a_step(job, tmp_path, monkeypatch):
     taken, hours = [], [0]
 

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 from conftest import make_tiny_config, start_over
+from quick import cases
 from resuming import assert_goes_on, assert_resumes, assert_trains_alike, finish
 
 from kdjax.commands import evaluate
@@ -67,12 +68,13 @@ def test_a_run_goes_on_bit_for_bit(run, tmp_path):
     assert 0 < figures[0]["compared"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "data": 1}, {"data": 2}], ids=["fsdp", "data"])
 def test_a_run_trains_alike_on_meshes(run, tmp_path, axes):
     assert_trains_alike(run, tmp_path / "mesh", **axes)
 
 
-@pytest.mark.parametrize("weights", ["dense", "packed"])
+@pytest.mark.parametrize("weights", cases("packed", slow=["dense"]))
 def test_a_step_is_planned_within_5_percent(run, weights):
     """By XLA's account on a CPU; heads of 8,000 rows of which 6,000 are shared are most of it."""
     sizes = dict(layers=3, hidden=384, heads=6, kv_heads=2, head=64, ffn=1024, rows=8000)
@@ -97,6 +99,7 @@ def test_a_step_is_planned_within_5_percent(run, weights):
     assert made.peak == pytest.approx(sum(held), rel=0.05)
 
 
+@pytest.mark.slow
 def test_evaluate_compares_a_run_with_its_teacher(run, tmp_path, monkeypatch):
     monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
     config, workdir, _, _ = run
@@ -130,6 +133,7 @@ def job(models, tmp_path_factory):
     return assemble(config, folder / "never")
 
 
+@pytest.mark.slow
 def test_answers_are_compared_in_the_teachers_template_and_teach_nothing_alone(job, tmp_path):
     source = start_over(job, tmp_path / "run").source
     batch = source.next(job.make_state().params)
@@ -157,6 +161,7 @@ def spread(batch):
     return {name: np.tile(x, (4, 1)) for name, x in batch.items()}
 
 
+@pytest.mark.slow
 def test_rounds_of_answers_go_on_bit_for_bit(job, straight, tmp_path):
     assert_resumes(job, tmp_path / "run", straight, "step", 6)
     figures = straight[1].last()

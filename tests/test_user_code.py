@@ -256,6 +256,7 @@ def test_what_is_no_such_thing_is_refused(given, message, types_unchecked):
         UserCode(**given)
 
 
+@pytest.mark.slow
 def test_a_head_and_batches_that_are_too_small_are_refused(own_config, tmp_path):
     with pytest.raises(UserError, match="tokens, but the student's head has 8 rows"):
         kdjax.distill(own_config, tmp_path / "a", student=Bigram(8))

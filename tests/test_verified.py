@@ -63,6 +63,7 @@ def test_what_passes_is_kept_with_its_proof(tokenizer, tmp_path):
     tokenizer.render(records[0]["messages"])
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_asks_nothing_twice(tokenizer, tmp_path):
     exercises = problems.load_humaneval(humaneval(tmp_path, 20))
     parts, out = group(exercises, 4, 2), tmp_path / "out.jsonl"
@@ -261,6 +262,7 @@ def test_a_kill_behind_the_first_answers_is_no_file_of_anothers(models, tmp_path
     assert out.read_bytes() == first and WrittenAnswers(out, {}).asked == 2
 
 
+@pytest.mark.slow
 def test_the_command_answers_prompts(models, tmp_path, capsys):
     texts = [{"text": f"def f{i}(x):\n    return x + {i}\n"} for i in range(9)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(x) + "\n" for x in texts))

@@ -194,6 +194,7 @@ def largest(folder):
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_is_named_kept_and_trained_again(done, caplog):
     """The run goes on from the step before, and ends with the parameters that it had."""
     config, workdir = done
