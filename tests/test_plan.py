@@ -429,6 +429,18 @@ def test_auto_takes_the_widest_chunks_that_fit(pairs, gigabytes, chunk):
     assert asked.chunk_tokens == 512 and "chunk" not in asked.choice
 
 
+@pytest.mark.parametrize(("rows", "chunk"), [(2, 1024), (8, 4096), (16, 16384)])
+def test_auto_leaves_a_loop_where_several_losses_have_logits(pairs, rows, chunk):
+    """One chunk of all positions is no loop, and holds the logits of all losses at once."""
+    config, mesh = config_of(rows, 2048, remat="none", chunk=0), make_local_mesh(1)
+    named = {"teacher.path": SELF, "teacher.weights": "packed", "student.block": EAGLE3}
+    set_fields(config, named | {"student.later_drafts": "0.8,0.64"})
+    model = open_header(SHAPES["qwen3-0.6b"])
+    pair = Pair(model, model, pairs["7b"].tokenizer, Vocabulary(151_936, 151_643))
+    made = plan.choose_plan(config, pair, mesh, H200, [KINDS["packed"]])
+    assert made.chunk_tokens == chunk
+
+
 # Bytes that XLA holds of an id at a position beside the logits and gradient of the forward KL:
 # 1.5B to 0.5B, two layers each, compiled for an H100 without one, 26 November 2026.
 @pytest.mark.parametrize(
