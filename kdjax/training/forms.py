@@ -1115,13 +1115,8 @@ class Rounded(Form):
         frozen: frozenset[str],
     ) -> Params:
         """Passes gradients straight through, unless they drive cut numbers further out of range."""
-
-        def keep(dtype: str, scales: Scales, g: Array, x: Array, y: Array) -> Array:
-            outwards = is_cut(x, y, dtype, scales) & ((x - y) * g < 0)  # a step goes against g
-            return jnp.where(outwards, 0, g)
-
         numbers = self.of.see(base, None, masters)
-        grads = self._replace(keep, kept, grads, numbers, seen)
+        grads = self._replace(_stop_outwards, kept, grads, numbers, seen)
         return self.of.pull(base, None, masters, numbers, grads, frozen)
 
     def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
@@ -1254,6 +1249,12 @@ class Rounded(Form):
         return unflatten_dict(changed)
 
 
+def _stop_outwards(dtype: str, scales: Scales, g: Array, x: Array, y: Array) -> Array:
+    """The gradient, 0 where it drives a number `x` further beyond what cut it."""
+    outwards = is_cut(x, y, dtype, scales) & ((x - y) * g < 0)  # a step goes against g
+    return jnp.where(outwards, 0, g)
+
+
 @dataclasses.dataclass(frozen=True)
 class RoundedSum(Rounded):
     """The sum of a frozen base and its adapters, rounded: adapters under rounding.
@@ -1316,8 +1317,7 @@ class RoundedSum(Rounded):
                     scales, g, a, b = parts
                     if dtype:
                         y = decode_fields(encode_fields(x, dtype, scales), dtype)
-                        outwards = is_cut(x, y, dtype, scales) & ((x - y) * g < 0)
-                        g = jnp.where(outwards, 0, g)  # a step goes against g
+                        g = _stop_outwards(dtype, scales, g, x, y)
                     return self.of.pull_one(g, a, b)
 
                 arrays = given[path], changes[*path, "a"], changes[*path, "b"]
