@@ -55,7 +55,7 @@ from kdjax.evaluation.costs import (
     round_params,
 )
 from kdjax.export import export_gguf
-from kdjax.export.card import head_card, show_bound
+from kdjax.export.card import begin_card, show_bound
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.export.staging import check_target, stage
 from kdjax.formats.files import make_folder, make_place, replacing
@@ -511,7 +511,7 @@ def _write_card(
     """Writes what the file was made of next to it."""
     of = work.checkpoint
     lines = [
-        f"{head_card(args.out.name)}{of.path.name} (SHA-256 `{of.sha256}`), on text of "
+        f"{begin_card(args.out.name)}{of.path.name} (SHA-256 `{of.sha256}`), on text of "
         f"`{args.text}`. Types: {_count_types(mixture)}.",
         f"{free} matrices have the type of the source and lie on its lattice, so that their KL "
         "from the source is 0.",

@@ -99,7 +99,7 @@ def front_matter(receipt: Mapping[str, Any], library: str, relation: str) -> str
     return "\n".join([*lines, "tags:", "- distillation", "- kdjax", "---", ""])
 
 
-def head_card(name: str) -> str:
+def begin_card(name: str) -> str:
     """Makes the lines that the card of a file of `kdjax shrink` begins with."""
     return f"# {name}\n\nMade by `kdjax shrink` of "
 
@@ -111,7 +111,7 @@ def read_card(file: Path) -> str:
     """
     card = file.with_suffix(".md")
     text = card.read_text(errors="replace") if card.is_file() else ""
-    return hide_folders(text) if text.startswith(head_card(file.name)) else ""
+    return hide_folders(text) if text.startswith(begin_card(file.name)) else ""
 
 
 def _opening(spec: ArchSpec, step: int | None, trained: bool) -> str:
