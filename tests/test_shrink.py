@@ -25,7 +25,13 @@ from kdjax.errors import NOT_WRITTEN, MissingFileError, UserError
 from kdjax.evaluation import choice
 from kdjax.evaluation import costs as measuring
 from kdjax.evaluation.choice import bound_bytes, choose_mixture, count_padded, list_types, solve
-from kdjax.evaluation.costs import Comparison, CostFile, measure_costs, round_params
+from kdjax.evaluation.costs import (
+    Comparison,
+    CostFile,
+    measure_costs,
+    round_matrices,
+    round_params,
+)
 from kdjax.export import export_gguf
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.formats import open_table
@@ -40,7 +46,7 @@ from kdjax.training.job import assemble
 from kdjax.training.saving import Checkpoints
 from scripts.bench import mixtures
 from scripts.bench.ggml import open_ggml
-from scripts.bench.synthetic import SHAPES, open_header
+from scripts.bench.synthetic import SHAPES, open_header, write_random_gguf
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -247,6 +253,29 @@ def test_costs_are_the_kl_of_one_exchanged_matrix(model, batches, costs):
         assert costs[name]["Q8_0"] < costs[name][dtype]
 
 
+@pytest.mark.parametrize("shape", cases("tiny-gemma", slow=["tiny-delta"]))
+def test_a_cost_computes_no_layer_before_its_own(shape, batches, tmp_path, monkeypatch):
+    """Delta nets and attention, local and global layers: the KL is the whole program's."""
+    write_random_gguf(tmp_path / "m.gguf", SHAPES[shape])
+    model, ran = kdjax.load(tmp_path / "m.gguf", dtype="float32"), []
+    comparison, layers = Comparison(model, batches), model.spec.num_layers
+    comparison.start(model.params, 0)  # the inputs of all layers
+    run = measuring.run_layer
+    monkeypatch.setattr(measuring, "run_layer", lambda *x: (ran.append(x[2]), run(*x))[1])
+    for first in range(layers):
+        parts = list_matrices(model.spec)[f"blk.{first}.ffn_down.weight"]
+        flat = flatten_dict(model.params)
+        for path, place, _ in parts:
+            flat[path] = flat[path].at[place].set(round_matrices(flat[path][place], "Q4_0"))
+        params = measuring.unflatten_dict(flat)
+        found, whole = comparison.read(comparison.start(params, first)), comparison.measure(params)
+        assert len(ran) == (layers - first) * len(batches)
+        ran.clear()
+        assert whole.kl > 1e-6
+        np.testing.assert_allclose(found.kl, whole.kl, rtol=1e-3)
+    assert comparison.read(comparison.start(model.params, 1)).kl == 0
+
+
 def test_costs_are_kept_and_go_on(model, batches, costs, tmp_path, monkeypatch):
     file = CostFile(tmp_path / "costs.json", {"model": "aa"})
     assert file.read() == {}
@@ -254,18 +283,18 @@ def test_costs_are_kept_and_go_on(model, batches, costs, tmp_path, monkeypatch):
     comparison, done = Comparison(model, batches), []
     start = comparison.start
 
-    def stop(params):
+    def stop(*args):
         done.append(1)
         if len(done) > 9:
             raise KeyboardInterrupt
-        return start(params)
+        return start(*args)
 
     monkeypatch.setattr(comparison, "start", stop)
     with pytest.raises(KeyboardInterrupt):
         measure_costs(comparison, {}, file.read(), file.write)
     known = file.read()
     assert 0 < sum(map(len, known.values())) < 10
-    monkeypatch.setattr(comparison, "start", lambda params: (done.append(2), start(params))[1])
+    monkeypatch.setattr(comparison, "start", lambda *args: (done.append(2), start(*args))[1])
     assert measure_costs(comparison, {}, known, file.write) == file.read() == costs
     total = sum(map(len, costs.values()))
     assert done.count(2) == total - sum(map(len, known.values()))

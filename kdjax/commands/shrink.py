@@ -530,7 +530,8 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     stacks: dict[tuple[str, ...], int] = {}
     for part in (x for parts in list_matrices(spec).values() for x in parts):
         stacks[part.path] = stacks.get(part.path, 0) + math.prod(part.shape)
-    states = 8 * args.rows * args.seq_len * spec.hidden_size  # layers take turns
+    # Of each layer, and of those that take turns.
+    states = (8 + spec.num_layers) * args.rows * args.seq_len * spec.hidden_size
     logits = 4 * min(1024, args.rows * args.seq_len) * spec.vocab_size
     costs = 4 * (count_parameters(spec) + _STACKS * max(stacks.values()) + states + logits)
     if not gptq.suits(spec):
@@ -549,7 +550,8 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         spec, goal = checkpoint.spec, _find_goal(args, checkpoint)
         passes = sum(len(list_types(parts)) for parts in list_matrices(spec).values())
         positions = args.rows * args.seq_len
-        flops = passes * positions * spec.forward_flops(args.seq_len)
+        head = 2 * spec.vocab_size * spec.hidden_size  # of a token; of the layers half, on average
+        flops = passes * positions * (spec.forward_flops(args.seq_len) + head) / 2
         recipe, needed = _find_recipe(args, checkpoint, goal.nbytes), _count_measuring(spec, args)
         devices = here if machine is None else machine.summary
         peak = devices.peak_flops and devices.peak_flops / devices.count

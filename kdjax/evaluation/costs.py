@@ -1,15 +1,16 @@
 """Measures what each matrix loses in each block type: the KL of the model with it alone exchanged.
 
-One compiled program computes the KL of parameters of the model's shapes from the model itself, on
-rows of held-back text. A matrix is rounded with the exporter's scales and put in its place of the
-stack. The measured costs are a JSON file, from which `evaluation.choice` chooses types.
+The KL of parameters of the model's shapes from the model itself is computed on rows of held-back
+text, from the first layer on that differs. A matrix is rounded with the exporter's scales and put
+in its place of the stack. The measured costs are a JSON file, from which `evaluation.choice`
+chooses types.
 """
 
 import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -29,8 +30,10 @@ from kdjax.losses.kd import KDLoss
 from kdjax.losses.positions import read_positions
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Params
+from kdjax.models.layerwise import cut_layer, find_place, run_layer
 from kdjax.models.mixture import Mixture, Part, list_matrices
 from kdjax.models.model import Model
+from kdjax.models.names import layers_of
 from kdjax.progress import counted
 
 _CHUNK = 1024  # positions whose logits exist at a time
@@ -72,27 +75,58 @@ class Comparison:
         self._hidden = jax.jit(functions.hidden)
         self._head = jax.block_until_ready(jax.jit(functions.head)(model.params))
         self._states = [self._hidden(model.params, *batch[:3]) for batch in self._batches]
+        self._inputs: list[list[Array]] = []  # of each layer and batch, once some layer is first
         self._count = sum(float(batch[3].sum()) for batch in self._batches)
         if not self._count:
             raise UserError("the text has no position to compare at: give longer documents.")
 
-        def compare(params: Params, state: Array, head: Array, *batch: Array) -> Array:
-            *columns, weights = batch
-            hidden = functions.hidden(params, *columns)
-            sides = (hidden, functions.head(params)), (state, head)
+        def judge(hidden: Array, head: Array, state: Array, own: Array, weights: Array) -> Array:
+            sides = (hidden, head), (state, own)
             figures = read_positions(_compare, sides, weights, spec=self.spec)
             return jnp.stack([jnp.sum(x * weights) for x in figures])
 
-        self._compare = jax.jit(compare)
+        def compare(params: Params, state: Array, own: Array, *batch: Array) -> Array:
+            hidden = functions.hidden(params, *batch[:3])
+            return judge(hidden, functions.head(params), state, own, batch[3])
+
+        def compare_last(params: Params, x: Array, y: Array, own: Array, weights: Array) -> Array:
+            hidden, state = (functions.finish(params, z) for z in (x, y))
+            return judge(hidden, own, state, own, weights)
+
+        self._compare, self._compare_last = jax.jit(compare), jax.jit(compare_last)
 
     def measure(self, params: Params) -> Figures:
         """Returns the figures of parameters of the model's shapes."""
         return self.read(self.start(params))
 
-    def start(self, params: Params) -> list[Array]:
-        """Dispatches the comparison; `read` waits for it."""
-        pairs = zip(self._states, self._batches, strict=True)
-        return [self._compare(params, state, self._head, *batch) for state, batch in pairs]
+    def start(self, params: Params, first: int | None = None) -> list[Array]:
+        """Dispatches the comparison; `read` waits for it.
+
+        `first` is the first layer that differs from the model's, where embedding, head and norm are
+        the model's and all parameters are numbers: what comes before it is not computed again.
+        """
+        if first is None:
+            pairs = zip(self._states, self._batches, strict=True)
+            return [self._compare(params, state, self._head, *batch) for state, batch in pairs]
+        if not self._inputs:
+            embed = jax.jit(self.model.functions.embed_tokens)
+            begin = [embed(self.model.params, batch[0]) for batch in self._batches]
+            self._inputs = [begin, *self._walk(self.model.params, 0, begin)]
+        last = self._inputs[first]
+        for states in self._walk(params, first, last):
+            last = states
+        both = zip(last, self._inputs[-1], self._batches, strict=True)
+        return [self._compare_last(params, x, y, self._head, batch[3]) for x, y, batch in both]
+
+    def _walk(self, params: Params, first: int, states: list[Array]) -> Iterator[list[Array]]:
+        """The outputs of the layers from `first` on, which reads `states`."""
+        spec = self.model.spec
+        assert spec is not None
+        for index in range(first, spec.num_layers):
+            alone, place = cut_layer(self.model, index), find_place(spec, index)
+            pairs = zip(states, self._batches, strict=True)
+            states = [run_layer(alone, params, place, x, *batch[1:3]) for x, batch in pairs]
+            yield states
 
     def read(self, started: Sequence[Array]) -> Figures:
         """The figures of what `start` dispatched; a KL that rounding put below 0 is 0."""
@@ -213,7 +247,8 @@ def measure_costs(
             other = dict(flat)
             for part in parts:
                 other[part.path] = _exchange(flat[part.path], rounded[part.path], part)
-            waiting.append((name, dtype, comparison.start(unflatten_dict(other))))
+            started = comparison.start(unflatten_dict(other), _find_layer(parts, spec))
+            waiting.append((name, dtype, started))
             if len(waiting) > 2:  # the device has work, and memory holds few stacks
                 _note(costs, comparison, waiting.pop(0))
             if time.monotonic() - saved > _SAVE_SECONDS:
@@ -223,6 +258,13 @@ def measure_costs(
         _note(costs, comparison, one)
     save(costs)
     return costs
+
+
+def _find_layer(parts: Sequence[Part], spec: ArchSpec) -> int | None:
+    """The number of the layer that a tensor lies in; None for embedding and head."""
+    part = parts[0]
+    layers = layers_of(part.path, spec)
+    return None if layers is None or part.place is None else layers[part.place]
 
 
 def _exchange(stack: Array, rounded: Array, part: Part) -> Array:

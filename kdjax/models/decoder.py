@@ -1094,6 +1094,7 @@ class DecoderFunctions(ModuleFunctions):
 
     embed_tokens = _of_params(Decoder.embed_tokens)
     read_segments = _of_params(Decoder.read_segments)
+    finish = _of_params(Decoder.finish)
     hidden_in_parts = _of_params(Decoder.hidden_in_parts)
     prefill = _of_params(Decoder.prefill)
     prefill_whole = _of_params(Decoder.prefill_whole)

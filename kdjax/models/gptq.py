@@ -6,7 +6,6 @@ are then rounded one after another with these scales. The numbers just before th
 masters to train from: with these scales they round to the same blocks.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,7 +20,8 @@ from kdjax.errors import UserError
 from kdjax.formats.blocks import BLOCKS, Scales, decode_fields, encode_fields, fit_rows
 from kdjax.formats.kquants import ENCODERS
 from kdjax.models.arch import STACKS, ArchSpec
-from kdjax.models.decoder import DecoderFunctions, Params, functional
+from kdjax.models.decoder import DecoderFunctions, Params
+from kdjax.models.layerwise import cut_layer, run_layer
 from kdjax.models.mixture import Mixture
 from kdjax.models.model import Model
 from kdjax.models.weights import Adapted
@@ -112,14 +112,6 @@ def _round_columns(part: Array, upper: Array, dtype: str, scales: Scales) -> tup
     return jax.lax.fori_loop(0, size // joint, step, (part, jnp.zeros_like(part)))
 
 
-def _cut_layer(model: Model, index: int) -> DecoderFunctions:
-    """The functions of one layer alone; equal, and compiled once, for layers of one kind."""
-    spec, functions = model.spec, model.functions
-    assert spec is not None and isinstance(functions, DecoderFunctions)
-    one = dataclasses.replace(spec, layers=(spec.layers[index],))
-    return functional(one, functions.compute)[0]
-
-
 def suits(spec: ArchSpec) -> bool:
     """Whether all layers are dense attention ones, the only ones that are walked one by one."""
     return not (spec.experts or spec.places(delta=True) or spec.drafts)
@@ -155,14 +147,14 @@ class _Walk:
 
     def sum_hessians(self, index: int, layer: dict[Any, Array], paths: list[Any]) -> dict[Any, Any]:
         """Hessians of a layer's matrices, on what the layers before it made of the text."""
-        alone = _cut_layer(self.model, index)
+        alone = cut_layer(self.model, index)
         return _sum_hessians(alone, self.others | layer, paths, self.states, self.columns)
 
     def step(self, index: int, layer: dict[Any, Array]) -> None:
         """Lets the text pass a layer."""
-        alone, params = _cut_layer(self.model, index), unflatten_dict(self.others | layer)
+        alone, params = cut_layer(self.model, index), unflatten_dict(self.others | layer)
         pairs = zip(self.states, self.columns, strict=True)
-        self.states = [_run_alone(alone, params, x, *columns) for x, columns in pairs]
+        self.states = [run_layer(alone, params, 0, x, *columns) for x, columns in pairs]
 
 
 class Hessians:
@@ -228,13 +220,6 @@ def round_layers(
             chosen = [x for (_, x), kind in zip(rows, types[path], strict=True) if kind == dtype]
             kept[*path, dtype] = jax.tree.map(lambda *x: jnp.stack(x), *chosen)
     return unflatten_dict(flat), kept
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _run_alone(
-    functions: DecoderFunctions, params: Params, x: Array, segment_ids: Array, positions: Array
-) -> Array:
-    return functions.read_segments(params, x, segment_ids, positions)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
