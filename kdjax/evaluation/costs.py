@@ -29,7 +29,7 @@ from kdjax.losses.divergences import kl_divergence, log_softmax
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.positions import read_positions
 from kdjax.models.arch import ArchSpec
-from kdjax.models.decoder import Params
+from kdjax.models.decoder import DecoderFunctions, Params
 from kdjax.models.layerwise import cut_layer, find_place, run_layer
 from kdjax.models.mixture import Mixture, Part, list_matrices
 from kdjax.models.model import Model
@@ -71,10 +71,12 @@ class Comparison:
         names = ("tokens", "segment_ids", "positions", "weights")
         self._batches = [tuple(jnp.asarray(batch[name]) for name in names) for batch in batches]
         self.model, functions = model, model.functions
+        assert isinstance(functions, DecoderFunctions)
         self.spec = HeadSpec(KDLoss(), model.vocab_size, model.real_vocab, _CHUNK)
         self._hidden = jax.jit(functions.hidden)
         self._head = jax.block_until_ready(jax.jit(functions.head)(model.params))
         self._states = [self._hidden(model.params, *batch[:3]) for batch in self._batches]
+        self._embed = jax.jit(functions.embed_tokens)
         self._inputs: list[list[Array]] = []  # of each layer and batch, once some layer is first
         self._count = sum(float(batch[3].sum()) for batch in self._batches)
         if not self._count:
@@ -109,8 +111,7 @@ class Comparison:
             pairs = zip(self._states, self._batches, strict=True)
             return [self._compare(params, state, self._head, *batch) for state, batch in pairs]
         if not self._inputs:
-            embed = jax.jit(self.model.functions.embed_tokens)
-            begin = [embed(self.model.params, batch[0]) for batch in self._batches]
+            begin = [self._embed(self.model.params, batch[0]) for batch in self._batches]
             self._inputs = [begin, *self._walk(self.model.params, 0, begin)]
         last = self._inputs[first]
         for states in self._walk(params, first, last):
