@@ -143,6 +143,20 @@ def test_the_loss_is_the_same_with_kernels_and_without(monkeypatch):
     assert np.all(np.asarray(found[2])[..., 690:] == 0)
 
 
+def test_the_loss_of_shared_ids_is_the_same_with_kernels_and_without(monkeypatch):
+    s, t, label = logits(9, 3, 3, 700), logits(10, 3, 3, 640), jnp.full((3, 3), 5)
+    s = s.at[0, 0, 650].add(300.0)  # an id that the teacher lacks is alone likely
+    s, t = s.at[..., 690:].set(jnp.nan), t.at[..., 600:].set(jnp.nan)
+    loss, ids = losses.KDLoss(temperature=2.0, alpha=0.3), dict(real=690, shared=600)
+    plain = losses.shared_parts_and_gradient(s, t, label, loss, **ids)
+    kernel = softmax.softmax_sums
+    monkeypatch.setattr(softmax, "softmax_sums", lambda *a: kernel(*a, interpret=INTERPRET))
+    found = losses.shared_parts_and_gradient(s, t, label, loss, **ids, fused=True)
+    for a, b in zip(found, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    assert np.all(np.asarray(found[2])[..., 690:] == 0)
+
+
 @pytest.mark.parametrize(
     ("platform", "capability", "axes", "expected"),
     [

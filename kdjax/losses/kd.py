@@ -257,15 +257,15 @@ def _logit_gradient(
 
 def softmax_sums(
     student: Float[Array, "*B V"],
-    teacher: Float[Array, "*B V"] | None,
+    teacher: Float[Array, "*B W"] | None,
     temperature: float | Array,
     real: int,
     *,
     fused: bool = False,
 ) -> softmax.SoftmaxSums:
-    """Sums that the loss needs of full rows of float32 logits, of which the first `real` ids exist.
+    """Sums that the loss needs of the first `real` of each row's float32 logits, at most W.
 
-    With `fused` the kernel reads each logit once.
+    With `fused` the kernel reads each of these once.
     """
     if fused:
         assert isinstance(temperature, float)
@@ -277,7 +277,7 @@ def softmax_sums(
         return peak, logits - peak
 
     total = functools.partial(jnp.sum, axis=-1, keepdims=True)
-    peak, x = below_peak(student)
+    peak, x = below_peak(student if teacher is None else student[..., : teacher.shape[-1]])
     ours = softmax.SoftmaxSums(peak, total(jnp.exp(x)), total(jnp.exp(x / temperature)))
     if teacher is None:
         return ours
@@ -287,13 +287,20 @@ def softmax_sums(
     return ours._replace(teacher_peak=their_peak, teacher_soft=total(jnp.exp(y)), distance=distance)
 
 
+def _widen(gradient: Float[Array, "*B W"], width: int) -> Float[Array, "*B V"]:
+    """The gradient with zeros for further columns, up to `width`."""
+    room = ((0, 0),) * (gradient.ndim - 1) + ((0, max(0, width - gradient.shape[-1])),)
+    return jnp.pad(gradient, room)
+
+
 def kd_parts_and_gradient(
     student_logits: Float[Array, "*B V"],
-    teacher_logits: Float[Array, "*B V"],
+    teacher_logits: Float[Array, "..."],
     labels: Int[Array, "*B"],
     loss: KDLoss | WeighedLoss,
     *,
     real: int,
+    shared: int | None = None,
     fused: bool = False,
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"], Float[Array, "*B V"]]:
     """Cross-entropy, divergence and `kd_logit_gradient` of float32 logits, together.
@@ -301,39 +308,49 @@ def kd_parts_and_gradient(
     Ids from `real` on do not exist, whatever their logits. For the forward KL each logit is read
     three times: for the maxima, for the sums, and for the gradient; twice on a GPU if `fused`. At
     16,384 positions of 151,936 ids a reading of both models' takes 4.6 ms of an H200. Any other
-    divergence sees the log-probabilities of the ids that exist, and no others.
+    divergence sees the log-probabilities of the ids that exist, and no others. With `shared`, for
+    the forward KL alone, teacher_logits are [*B W], W at least `shared`: see
+    `shared_parts_and_gradient`.
     """
-    _check_inputs(student_logits, teacher_logits, labels)
+    if shared is None:
+        _check_inputs(student_logits, teacher_logits, labels)
+        shared = real
     alpha, temperature = loss.alpha, loss.temperature
     if loss.divergence != forward_kl:
         student_raw, teacher_raw = student_logits[..., :real], teacher_logits[..., :real]
         ours, theirs = (log_softmax(x, temperature) for x in (student_raw, teacher_raw))
         gradient = _logit_gradient(student_raw, theirs, ours, labels, loss)
-        padding = max(0, student_logits.shape[-1] - real)
-        gradient = jnp.pad(gradient, ((0, 0),) * (gradient.ndim - 1) + ((0, padding),))
+        gradient = _widen(gradient, student_logits.shape[-1])
         return cross_entropy(student_raw, labels), loss.divergence(theirs, ours), gradient
-    sums = softmax_sums(student_logits, teacher_logits, temperature, real, fused=fused)
+    sums = softmax_sums(student_logits, teacher_logits, temperature, shared, fused=fused)
     student_logits = mask_padding(student_logits, real)
-    teacher_logits = mask_padding(teacher_logits, real)
+    theirs = mask_padding(teacher_logits, shared)
+    ours = mask_padding(student_logits[..., : theirs.shape[-1]], shared)
     z, distance, their_peak = sums.teacher_soft, sums.distance, sums.teacher_peak
     assert z is not None and distance is not None and their_peak is not None
     # Both sides start from their own maximum, so what cancels here is of order 1, not 30.
     kl = jnp.maximum(distance / z - jnp.log(z) + jnp.log(sums.soft), 0.0)
     chosen = jnp.take_along_axis(student_logits, labels[..., None], axis=-1)
-    ce = jnp.log(sums.hard) + sums.peak - chosen
     # Without a barrier XLA would write out the exponentials of the sums and read them back here.
-    peak, their_peak = jax.lax.optimization_barrier((sums.peak, their_peak))
+    soft_peak, their_peak = jax.lax.optimization_barrier((sums.peak, their_peak))
+    peak, total = soft_peak, sums.hard
+    if shared < real:
+        rest = softmax_sums(student_logits[..., shared:], None, 1.0, real - shared)
+        peak = jax.lax.optimization_barrier(jnp.maximum(sums.peak, rest.peak))
+        both = (sums.hard, sums.peak), (rest.hard, rest.peak)
+        total = sum((x * jnp.exp(of - peak) for x, of in both), jnp.zeros(()))
+    ce = jnp.log(total) + peak - chosen
     hard = student_logits - peak
     gradient = jnp.zeros_like(hard)
     # Reciprocals of sums, not quotients of numbers: a division of every logit costs an H200 more
     # than its exponential.
     if loss.has_ce:
         is_label = jax.nn.one_hot(labels, hard.shape[-1], dtype=jnp.float32)
-        gradient += alpha * (jnp.exp(hard) * (1 / sums.hard) - is_label)
+        gradient += alpha * (jnp.exp(hard) * (1 / total) - is_label)
     if loss.has_divergence:
-        below = (teacher_logits - their_peak) / temperature
-        p, q = jnp.exp(hard / temperature) * (1 / sums.soft), jnp.exp(below) * (1 / z)
-        gradient += loss.gradient_scale * (p - q)
+        p = jnp.exp((ours - soft_peak) / temperature) * (1 / sums.soft)
+        q = jnp.exp((theirs - their_peak) / temperature) * (1 / z)
+        gradient += _widen(loss.gradient_scale * (p - q), hard.shape[-1])
     return ce[..., 0], kl[..., 0], gradient
 
 
@@ -352,10 +369,11 @@ def shared_parts_and_gradient(
     The cross-entropy is over all `real` ids of the student. The divergence is over the shared ids,
     on which both sides are normalised again; other columns of the teacher are not read.
     """
+    inputs = student_logits, teacher_logits, labels, loss
     if shared == real:
-        return kd_parts_and_gradient(
-            student_logits, teacher_logits, labels, loss, real=real, fused=fused
-        )
+        return kd_parts_and_gradient(*inputs, real=real, fused=fused)
+    if fused and loss.divergence == forward_kl:  # on a CPU the sums below are quicker
+        return kd_parts_and_gradient(*inputs, real=real, shared=shared, fused=True)
     ours, theirs = (
         log_softmax(x[..., :shared], loss.temperature) for x in (student_logits, teacher_logits)
     )
@@ -366,6 +384,5 @@ def shared_parts_and_gradient(
         gradient += loss.alpha * (jax.nn.softmax(logits, axis=-1) - is_label)
     if loss.has_divergence:
         soft = loss.gradient_scale * loss.divergence.logit_gradient(theirs, ours)
-        room = ((0, 0),) * (soft.ndim - 1) + ((0, logits.shape[-1] - shared),)
-        gradient += jnp.pad(soft, room)
+        gradient += _widen(soft, logits.shape[-1])
     return cross_entropy(logits, labels), loss.divergence(theirs, ours), gradient

@@ -31,7 +31,7 @@ def _logits_block(rows: int) -> tuple[int, int]:
 
 def softmax_sums(
     student: Float[Array, "*B V"],
-    teacher: Float[Array, "*B V"] | None,
+    teacher: Float[Array, "*B W"] | None,
     temperature: float,
     real: int,
     *,
