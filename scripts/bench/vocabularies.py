@@ -9,9 +9,9 @@ or from the text alone (alpha 1), at each of `--rates`, with each seed, all for 
 steps, or `--steps` of them. `--peers` adds arms of other projects' losses (`peer_losses`). Each is
 a line of OUT/results.jsonl, and the table is by the best rate of each sort. With
 `--toy` the demo's teacher teaches students of random weights whose tokenizers are trained on the
-demo's stories: byte-level BPE and SentencePiece's BPE, `--ids` each. `--pace=N` times N steps
-next to those of a pair of the same shapes that is taken for one of one vocabulary. Arguments that
-it does not know set fields (`--config.train.batch_size=4`).
+demo's stories: byte-level BPE and SentencePiece's BPE, `--ids` each. `--pace=N` times N steps,
+three times in turn with N of a pair of the same shapes that is taken for one of one vocabulary.
+Arguments that it does not know set fields (`--config.train.batch_size=4`).
 """
 
 import argparse
@@ -26,11 +26,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
+
 from kdjax import demo
 from kdjax.commands.parsing import load_config, override, run_parser
-from kdjax.config import Config, set_fields
+from kdjax.config import Config, set_fields, settle_dtype
+from kdjax.data.pipeline import PREFETCH
+from kdjax.device import cluster
+from kdjax.models.tokenizer import Tokenizer
 from kdjax.training import pair, vocabulary
-from kdjax.training.vocabulary import SharedVocabulary, own_vocabulary
+from kdjax.training.job import Job, assemble
+from kdjax.training.vocabulary import SharedVocabulary, Vocabulary, own_vocabulary
 from kdjax.watch.run import distill
 from scripts.bench.arms import run_arms
 from scripts.bench.made_tokenizers import write_students
@@ -38,6 +44,7 @@ from scripts.bench.peer_losses import PEERS, SPANS, find_spans
 
 FIGURES = "student_bits_per_byte", "teacher_bits_per_byte", "kl", "agreement"
 SHARED = "compared", "teacher_mass", "student_mass"
+ROUNDS = 3  # of `time_pace`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,31 +160,56 @@ def summarise(out: Path) -> str:
     return "\n".join(lines)
 
 
-def time_pace(config: Config, out: Path, arm: Arm, steps: int) -> dict[str, float]:
-    """Seconds a step: of the pair, and of one of its shapes that is taken for one vocabulary."""
-    found = {}
-    for name in ("two", "one"):
-        workdir = out / f"pace-{name}-{time.time_ns()}"
-        with contextlib.ExitStack() as patched:
-            if name == "one":
-                patched.enter_context(
-                    mock.patch.object(
-                        pair,
-                        "choose_vocabulary",
-                        lambda rows, theirs, tokenizer, *_: own_vocabulary(
-                            min(rows, theirs), min(tokenizer.vocab_size, rows, theirs)
-                        ),
-                    )
-                )
-            timed = dataclasses.replace(
-                arm, seconds=0, fields=(*arm.fields, ("train.steps", steps), ("eval.rows", 8))
-            )
-            distill(change(config, timed), workdir, suits_cpu=True)
-        lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-        paces = [line["tokens_per_second"] for line in lines if line["kind"] == "train"]
-        places = config.train.batch_size * config.data.seq_len
-        found[name] = places / statistics.median(paces[len(paces) // 3 :])
-    return found | {"ratio": found["two"] / found["one"]}
+def time_pace(config: Config, out: Path, arm: Arm, steps: int) -> dict[str, Any]:
+    """Seconds a step: of the pair, and of one of its shapes that is taken for one vocabulary.
+
+    Both are timed in turn, `ROUNDS` times, so that other work on the machine slows both, and the
+    fastest counts. `two` and `one` draw their batches as a run does; `alone` are steps on one
+    batch, without the host's part.
+    """
+    timed = dataclasses.replace(arm, seconds=0)
+    with cluster.started("auto", cluster.JOIN_TIMEOUT, suits_cpu=True):
+        jobs: dict[str, Job] = {}
+        for name in ("two", "one"):
+            asked = settle_dtype(change(config, timed), jax.default_backend())
+            with take_for_one() if name == "one" else contextlib.nullcontext():
+                jobs[name] = assemble(asked, out / f"pace-{name}")
+        states = {name: job.make_state() for name, job in jobs.items()}
+        seconds: dict[tuple[str, bool], list[float]] = {}
+        for alone, name in [(False, "two"), (False, "one"), (True, "two"), (True, "one")] * ROUNDS:
+            states[name], found = _time_steps(jobs[name], states[name], steps, alone=alone)
+            seconds.setdefault((name, alone), []).append(found)
+    told: dict[str, Any] = {f"{name}{' alone' * of}": x for (name, of), x in seconds.items()}
+    ratios = [min(seconds["two", of]) / min(seconds["one", of]) for of in (False, True)]
+    return told | {"ratio": ratios[0], "ratio alone": ratios[1]}
+
+
+def _time_steps(job: Job, state: Any, steps: int, *, alone: bool) -> tuple[Any, float]:
+    """The next state, and seconds a step.
+
+    Not timed are the first steps, which use up the batches that were built in the other's turn.
+    """
+    parts, begun = job.step.spec.microbatches, 0.0
+    placed = job.step.put(job.source.next(state.params), parts)
+    for number in range(-2 if alone else -2 * PREFETCH, steps):
+        if number == 0:
+            jax.block_until_ready(state)
+            begun = time.perf_counter()
+        if not alone:
+            placed = job.step.put(job.source.next(state.params), parts)
+        state, _ = job.step.train(state, job.teacher_params, placed)
+    jax.block_until_ready(state)
+    return state, (time.perf_counter() - begun) / steps
+
+
+def take_for_one() -> Any:
+    """Within it a pair is taken for one of one vocabulary, that of the narrower head."""
+
+    def choose(rows: int, theirs: int, tokenizer: Tokenizer, *_: Any) -> Vocabulary:
+        least = min(rows, theirs)
+        return own_vocabulary(least, min(tokenizer.vocab_size, least))
+
+    return mock.patch.object(pair, "choose_vocabulary", choose)
 
 
 def main() -> None:
