@@ -73,14 +73,11 @@ def repeats_embedding(table: TensorTable) -> bool:
     error = rounding_error(embed.dtype) + rounding_error(head.dtype)
     if embed.dtype == head.dtype and BLOCKS[head.dtype].elements == 1:
         error = 0.0
-    parts = []
+    parts, types = [], (embed.dtype, head.dtype)
     for start in range(0, head.shape[0], _COMPARED):
-        rows = slice(start, start + _COMPARED)
-        a, b = (
-            np.asarray(decode(raw[rows], info.dtype, np.float32))
-            for raw, info in zip(stored, (embed, head), strict=True)
-        )
-        parts.append((np.linalg.norm(a - b, axis=1), np.linalg.norm(b, axis=1)))
+        first = max(min(start, head.shape[0] - _COMPARED), 0)  # rows of one number: one program
+        rows = (raw[first : first + _COMPARED] for raw in stored)
+        parts.append([np.asarray(x)[start - first :] for x in _compare_rows(*rows, types=types)])
         if np.linalg.norm(parts[-1][0]) > _IN_A_ROW * error * np.linalg.norm(parts[-1][1]):
             return False
     off, size = map(np.concatenate, zip(*parts, strict=True))
@@ -89,6 +86,16 @@ def repeats_embedding(table: TensorTable) -> bool:
     )  # numbers near 0 round to other shares of their size
     alike = np.linalg.norm(off) <= _OVERALL * error * np.linalg.norm(size)
     return bool(alike and (off <= _IN_A_ROW * error * size).all())
+
+
+@functools.partial(jax.jit, static_argnames="types")
+def _compare_rows(embed: Array, head: Array, *, types: tuple[str, str]) -> tuple[Array, Array]:
+    """Distances of the rows of two stored matrices, and sizes of the second's rows.
+
+    Operation by operation all rows of the published 0.5B took 3 s of a core more.
+    """
+    a, b = decode(embed, types[0]), decode(head, types[1])
+    return jnp.linalg.norm(a - b, axis=1), jnp.linalg.norm(b, axis=1)
 
 
 def rounding_error(block: str) -> float:
