@@ -54,10 +54,14 @@ def product_dtype(compute: Compute) -> Any:
 
 
 def prepare_weights(
-    params: Params, *, functions: DecoderFunctions, spread: Spread | None
+    params: Params, *, functions: DecoderFunctions, spread: Spread | None, few: bool = False
 ) -> tuple[Layers | None, Any]:
-    """The weights that each id is multiplied with: the layers, if there is room, and the head."""
-    apart = _has_room(functions, spread, product_dtype(functions.compute).itemsize)
+    """The weights that each id is multiplied with: the layers, if there is room, and the head.
+
+    For `few` ids layers stay stacked.
+    """
+    size = product_dtype(functions.compute).itemsize
+    apart = not few and _has_room(functions, spread, size)
     return _prepare(params, functions=functions, spread=spread, apart=apart)
 
 

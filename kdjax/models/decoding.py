@@ -30,7 +30,7 @@ from kdjax.models.kernels.common import EXCLUDED
 from kdjax.models.kernels.softmax import BlockSums
 from kdjax.models.shards import Spread, gather_rows, map_rows
 from kdjax.models.tokenizer import Tokenizer
-from kdjax.models.weights import mask_padding, unembed
+from kdjax.models.weights import PackedMatrix, mask_padding, unembed
 
 STEPS = 8  # in a call of the device
 _BUCKET = 64  # positions that rows are padded to, at least
@@ -628,6 +628,17 @@ class StepWriter:
             slots = slots._replace(cache=cache)
         slots, drawn = jax.lax.scan(step, slots, jnp.arange(STEPS, dtype=jnp.int32))
         return slots._replace(cache=slots.cache._replace(late=None)), drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopWriter(StepWriter):
+    """A `StepWriter` for few ids: its steps go over layers in a loop, which compiles as one."""
+
+    def prepare(self, params: Any) -> Any:
+        """The head alone; next to it the layers of blocks, which each step would decode."""
+        leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, PackedMatrix))
+        few = not any(isinstance(x, PackedMatrix) for x in leaves)
+        return prepare_weights(params, functions=self.functions, spread=self.spread, few=few)
 
 
 def complete(

@@ -16,7 +16,7 @@ from kdjax.data.rows import Rows
 from kdjax.device.placement import Placement
 from kdjax.formats.files import replacing
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
-from kdjax.models.decoding import Completion, Sampling
+from kdjax.models.decoding import Completion, LoopWriter, Sampling, write_answers
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.hooks import Hook, Run
@@ -122,7 +122,11 @@ class Samples(Hook):
             own_tokenizer=tokenizer,
         )
         sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=tokenizer.stop_ids)
-        return student.generate(prompts, sampling, batch_size=len(prompts))
+        one = student.as_writer("generate")
+        writer = LoopWriter(one.functions, one.real, one.spread)
+        settings: dict[str, Any] = dict(tokenizer=tokenizer, batch_size=len(prompts))
+        with student.precision():
+            return write_answers(writer, params, prompts, sampling, **settings)
 
     def _judge(self, prompts: list[list[int]], completions: list[Completion]) -> Judged | None:
         """The teacher's judgement, if a teacher runs and there is a token to judge."""
