@@ -35,6 +35,20 @@ def counted(items: Sequence[_T], what: str) -> Iterator[_T]:
         yield item
 
 
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Logs nothing of the block, which runs once more later and logs then."""
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    _log.addFilter(drop)
+    try:
+        yield
+    finally:
+        _log.removeFilter(drop)
+
+
 class Phase(NamedTuple):
     """A part of a start; phases of several threads overlap."""
 

@@ -4,13 +4,10 @@ import dataclasses
 import logging
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
-
 from kdjax.config import Config, settle_dtype
 from kdjax.device import sharding
 from kdjax.device.placement import Placement
+from kdjax.training.ahead import place_shapes, shape_batch
 from kdjax.training.job import build_step
 from kdjax.training.memory import Plan
 from kdjax.training.pair import Pair
@@ -36,23 +33,13 @@ def count_step(
     """
     placement = dataclasses.replace(placement, shapes=True)
     teacher, step, _ = build_step(config, pair, placement, kind)
-    rows = config.train.batch_size, config.data.seq_len
-    names = ("tokens", "labels", "segment_ids", "positions")
-    batch = {name: jax.ShapeDtypeStruct(rows, jnp.int32) for name in names}
-    batch["weights"] = jax.ShapeDtypeStruct(rows, jnp.float32)
-    batch |= pair.vocabulary.list_columns(rows)
+    batch = shape_batch(config.train.batch_size, config.data.seq_len, pair.vocabulary)
     inputs = step.abstract, teacher.params if teacher else {}, batch
-    placed = _place((*inputs, step.fixed), placement.mesh)
+    placed = place_shapes((*inputs, step.fixed), sharding.replicated(placement.mesh))
     traced = step.jitted.trace(*placed[:3], **placed[3])
     lowered = traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
     used: Any = lowered.compile().memory_analysis()
     return Held(used.argument_size_in_bytes, used.temp_size_in_bytes)
-
-
-def _place(tree: Any, mesh: Mesh) -> Any:
-    """Shapes of arrays as those that lie on the mesh's device."""
-    whole = sharding.replicated(mesh)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
 
 def ask_xla(plan: Plan, config: Config, pair: Pair, placement: Placement) -> Plan:

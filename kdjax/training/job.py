@@ -44,8 +44,9 @@ from kdjax.losses.kd import KDLoss
 from kdjax.models.decoder import Compute, DecoderFunctions, Params, functional, initialise
 from kdjax.models.loading import load_params
 from kdjax.models.model import Model
-from kdjax.progress import timing
+from kdjax.progress import silence, timing
 from kdjax.training import optim
+from kdjax.training.ahead import shape_batch
 from kdjax.training.forms import Form, form_of
 from kdjax.training.identity import check_same_run, describe_cache, identify
 from kdjax.training.inputs import (
@@ -74,9 +75,7 @@ from kdjax.training.plan import (
 from kdjax.training.rollouts import answer_source
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import Step, TrainState, assemble_step
-from kdjax.training.teachers import (
-    TeacherKind,
-)
+from kdjax.training.teachers import NoTeacher, TeacherKind
 from kdjax.training.trainable import leave_out
 from kdjax.training.user_code import NO_CODE, UserCode
 from kdjax.training.vocabulary import Vocabulary
@@ -258,9 +257,12 @@ def _warn_of_others(plan: Plan, placement: Placement) -> None:
         )
 
 
-def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Job:
+def assemble(
+    config: Config, workdir: Path, user_code: UserCode = NO_CODE, *, ahead: bool = False
+) -> Job:
     """Builds the job; objects of `user_code` replace parts of the config.
 
+    With `ahead` its programs are compiled in threads while text is read and models are loaded.
     Raises `UserError` for anything that a user can fix.
     """
     with timing("headers and plan"):
@@ -268,6 +270,7 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
     config = replace_settings(config, plan.remat, plan.chunk_tokens)
     _log.info("%s; planned peak %.2f GB a device", plan.choice, plan.peak / 1e9)
     _warn_of_others(plan, placement)
+    begun = begin_step(config, pair, placement, plan.kind, user_code) if ahead else None
     with timing("text"):
         rows = prepare_all(config, pair, find_begun(workdir))
     counts = count_run(config, rows)
@@ -290,7 +293,7 @@ def assemble(config: Config, workdir: Path, user_code: UserCode = NO_CODE) -> Jo
             _log.info("%s", cache)
         with timing("teacher"):
             teacher, step, schedule = build_step(
-                config, pair, placement, plan.kind, user_code=user_code, form=form
+                config, pair, placement, plan.kind, user_code=user_code, form=form, begun=begun
             )
         with timing("hashes"):
             hashed.result()
@@ -394,10 +397,12 @@ def build_step(
     *,
     user_code: UserCode = NO_CODE,
     form: Form | None = None,
+    begun: Step | None = None,
 ) -> tuple[Model | None, Step, optax.Schedule | None]:
     """Loads the teacher, unless it is given, and prepares step and schedule; compiles nothing.
 
-    `form` is the student's, completed from the text; None: as the config says.
+    `form` is the student's, completed from the text; None: as the config says. `begun` is the step
+    if `begin_step` has made it.
     """
     teacher = teacher or load_teacher(config, pair, kind, placement)
     compute = Compute(
@@ -418,6 +423,9 @@ def build_step(
     student = user_code.open_student(pair.tokenizer, placement) or form.open_model(
         pair.student, compute, teacher if shared else None
     )
+    if begun is not None:
+        begun.hold(begun.spec.form.base(student.params))
+        return teacher, begun, schedule
     vocabulary = pair.vocabulary
     if user_code.student is not None:  # its head may have other rows than the file's
         vocabulary = vocabulary.narrow(student.vocab_size)
@@ -436,6 +444,25 @@ def build_step(
         extra=user_code.extra,
     )
     return teacher, step, schedule
+
+
+def begin_step(
+    config: Config, pair: Pair, placement: Placement, kind: TeacherKind, user_code: UserCode
+) -> Step | None:
+    """Makes the step from headers, and begins to compile its programs in threads.
+
+    Returns None for several devices, and where batches, form or parameters are known later.
+    """
+    known = kind.runs or isinstance(kind, NoTeacher)
+    if user_code != NO_CODE or not (known and placement.alone) or form_of(config.student).beside:
+        return None
+    shapes = dataclasses.replace(placement, shapes=True)
+    with silence():
+        teacher, step, _ = build_step(config, pair, shapes, kind)
+    sizes = config.train.batch_size, config.eval.batch_size
+    batches = [shape_batch(rows, config.data.seq_len, pair.vocabulary) for rows in sizes]
+    step.compile_ahead(teacher.params if teacher else {}, *batches)
+    return step
 
 
 def make_loss(loss: LossConfig, train: TrainConfig) -> KDLoss:

@@ -46,6 +46,7 @@ from kdjax.models.model import Model
 from kdjax.models.shards import Spread, sum_rows
 from kdjax.models.summary import describe_arrays, describe_step, make_table
 from kdjax.models.weights import SomeRows
+from kdjax.training.ahead import Ahead, place_shapes
 from kdjax.training.batches import check_ids, complete_batch, read_ids, refuse_counted
 from kdjax.training.forms import PLAIN, Form, check_form, choose_form
 from kdjax.training.heldout import held_out
@@ -484,6 +485,14 @@ def _compute_dtype(student: ModelFunctions) -> DTypeLike | None:
     return student.compute.dtype if isinstance(student, DecoderFunctions) else None
 
 
+def _without_gradients(spec: StepSpec) -> StepSpec:
+    """The spec of evaluations; several devices would wait in a loop for each layer's gather."""
+    student = spec.student
+    if not isinstance(student, DecoderFunctions) or spec.spreads is not None:
+        return spec
+    return dataclasses.replace(spec, student=student.without_gradients())
+
+
 class Step:
     """A compiled `kd_step`: `step(state, teacher.params, batch)` returns the next state, metrics.
 
@@ -507,7 +516,7 @@ class Step:
         `sharding.splits_state`."""
         form, self.base = spec.form, spec.form.base(params)
         shapes = jax.eval_shape(lambda tree: tree, form.masters(params))
-        self.placement = placement
+        self.placement = dataclasses.replace(placement, shapes=False)
         self.vocabulary = vocabulary or Vocabulary(spec.head.width, spec.head.real_vocab)
         both: Any = spec.student, params, spec.teacher, teacher
         self._extra: Any = (spec.extra and begin_projections(spec.extra, *both)) or None
@@ -551,14 +560,32 @@ class Step:
             out_shardings=(self.shardings, everywhere),
             compiler_options=options,
         )
-        self.fixed = {"base": self.base}
-        self.train: Any = functools.partial(self.jitted, **self.fixed)
+        self._train: Any = self.jitted
+        self.hold(self.base)
         self.sum_evaluation: Any = jax.jit(
-            functools.partial(eval_step, spec=spec),
+            functools.partial(eval_step, spec=_without_gradients(spec)),
             out_shardings=everywhere,
             compiler_options=options,
         )
         self._see, self._pack = form.compile(form.see, places), form.compile(form.pack)
+
+    def hold(self, base: Params) -> None:
+        """Takes the arrays of the student's part that never trains."""
+        self.base, self.fixed = base, {"base": base}
+        self.train: Any = functools.partial(self._train, **self.fixed)
+
+    def compile_ahead(self, teacher: Params, batch: Params, heldout: Params) -> None:
+        """Begins to compile training and evaluation on one device, in threads, for shapes.
+
+        `batch` and `heldout` are shapes of a training batch and of an evaluation's.
+        """
+        place = functools.partial(place_shapes, place=replicated(self.placement.mesh))
+        state = self.abstract
+        seen = jax.eval_shape(self._see, self.base, getattr(state, "kept", None), state.params)
+        self._train = Ahead(self.jitted, *place((state, teacher, batch)), **place(self.fixed))
+        judged = place((self.add_extra(seen, state), teacher, heldout))
+        self.sum_evaluation = Ahead(self.sum_evaluation, *judged)
+        self.hold(self.base)
 
     def see(self, state: TrainState) -> Params:
         """Parameters that the forward pass computes with; they are also judged and exported."""

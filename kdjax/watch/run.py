@@ -118,7 +118,7 @@ def distill(
         if step is not None:
             when, last = saved_when(workdir, step), last_step(config)
             _log.info("resuming %s from step %d of %d, saved %s", workdir, step, last, when)
-        job = assemble(config, workdir, user_code)
+        job = assemble(config, workdir, user_code, ahead=True)
         if not config.smoke.steps:
             checkpoints.check_room(job.step.abstract)
         chosen = {"the teacher's kind": job.kind} | flatten(job.config)
