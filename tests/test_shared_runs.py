@@ -63,6 +63,14 @@ def run(models, tmp_path_factory):
     return finish(make_config(models, folder), folder)
 
 
+def test_each_column_of_a_batch_has_a_number_a_position(run):
+    """Of the name `teacher_weights` one would be spread over as many teachers as positions."""
+    job = run[2]
+    placed = job.step.put(job.source.next({}))
+    assert {"teacher_places", "teacher_byte_weights"} < placed.keys()
+    assert {x.shape for x in placed.values()} == {placed["tokens"].shape}
+
+
 def test_a_run_goes_on_bit_for_bit(run, tmp_path):
     figures = assert_goes_on(run, tmp_path / "parts", stop_at=3)
     assert 0 < figures[0]["compared"] < 1

@@ -334,7 +334,7 @@ def test_of_conversations_answers_alone_are_compared_each_in_its_template(chats,
     ends = [t for t in compared if labels[t] == student.eos_id]
     assert len(ends) == 2 and all(read[places[t] + 1] == teacher.eos_id for t in ends)
     assert len(compared) > 6
-    own = batch["teacher_weights"][0] > 0
+    own = batch["teacher_byte_weights"][0] > 0
     targets = teacher.decode(batch["teacher_labels"][0][own].tolist())
     assert targets == "".join(m["content"] + "<end>" for m in messages[1::2])
 

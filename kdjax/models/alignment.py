@@ -33,7 +33,7 @@ _ENDS, _NEXT, _UNSHARED, _WHITESPACE, _DIGITS, _SPECIAL, _ROOM, _UNREAD = range(
 _SORTS = {_WHITESPACE: re.compile(rb"\s{2,}"), _DIGITS: re.compile(rb" ?[0-9]+")}
 # The teacher's columns of a batch, and their types.
 COLUMNS = dict.fromkeys(("tokens", "labels", "segment_ids", "positions", "places"), np.int32)
-COLUMNS |= {"weights": np.float32}
+COLUMNS |= {"byte_weights": np.float32}
 _APART = 2**40  # between the bytes of two answers
 
 
@@ -353,7 +353,7 @@ def read_batch(
 
     `records` has the readings of conversations, by `hash_ids` of the student's ids, and `prompts`
     both renderings of the prompts that answers follow; any other segment is read as text.
-    `teacher_places` is as in `Reading`; `teacher_weights` weighs the teacher's own positions so
+    `teacher_places` is as in `Reading`; `teacher_byte_weights` weigh the teacher's own positions so
     that its cross-entropies add up over the bytes that are trained.
     """
     count, length = batch["tokens"].shape
@@ -408,7 +408,7 @@ def _write_segment(
     covers = reading.covers[1 : size + 1]
     # The student's id at index i is the target of its position i - 1.
     targets = np.where((covers >= 1) & (covers <= stop - start), trained[covers - 1], False)
-    columns["weights"][row, at : at + len(covers)] = targets
+    columns["byte_weights"][row, at : at + len(covers)] = targets
     return at + size
 
 
@@ -419,9 +419,9 @@ def _balance(
     ours, theirs = tokens.student.token_bytes, tokens.teacher.token_bytes
     assert ours is not None and theirs is not None
     wanted = (ours[np.asarray(batch["labels"])] * (np.asarray(batch["weights"]) != 0)).sum(1)
-    found = (theirs[columns["labels"]] * (columns["weights"] != 0)).sum(1)
+    found = (theirs[columns["labels"]] * (columns["byte_weights"] != 0)).sum(1)
     scale = np.where(found > 0, wanted / np.maximum(found, 1), 0)
-    columns["weights"] *= scale[:, None].astype(np.float32)
+    columns["byte_weights"] *= scale[:, None].astype(np.float32)
 
 
 def count_places(batch: Mapping[str, np.ndarray]) -> dict[str, int]:

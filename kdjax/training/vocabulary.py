@@ -294,7 +294,7 @@ class Reread(TeacherKind):
         self, student: Student, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> SharedEvalSums:
         theirs, their_head = self.kind.read_outputs(teacher, read_own_row(batch))
-        columns = (batch[f"teacher_{name}"] for name in ("labels", "weights", "places"))
+        columns = (batch[f"teacher_{name}"] for name in ("labels", "byte_weights", "places"))
         said = SharedTeacher(theirs, their_head, *columns)
         return shared_evaluation(*student, said, batch["labels"], batch["weights"], self.ids, spec)
 
