@@ -1,9 +1,12 @@
 """Runs with a teacher of another tokenizer: resume, meshes, kinds, own answers, conversations."""
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +19,13 @@ from kdjax.config import Config, set_fields, validate
 from kdjax.device.placement import Placement
 from kdjax.device.runtime import Devices
 from kdjax.device.sharding import make_local_mesh
+from kdjax.errors import UserError
+from kdjax.models import alignment
 from kdjax.models.alignment import TokenMap
 from kdjax.training import compiled, plan
+from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble
-from kdjax.training.teachers import RUNNING
+from kdjax.training.teachers import RUNNING, CachedHidden, CachedTopK
 from kdjax.training.vocabulary import SharedVocabulary
 from scripts.bench.made_tokenizers import write_students
 from scripts.bench.synthetic import SHAPES, pair_headers
@@ -64,11 +70,21 @@ def run(models, tmp_path_factory):
 
 
 def test_each_column_of_a_batch_has_a_number_a_position(run):
-    """Of the name `teacher_weights` one would be spread over as many teachers as positions."""
+    """A column named `teacher_weights` would be repeated for each position."""
     job = run[2]
     placed = job.step.put(job.source.next({}))
     assert {"teacher_places", "teacher_byte_weights"} < placed.keys()
     assert {x.shape for x in placed.values()} == {placed["tokens"].shape}
+
+
+@pytest.fixture(scope="module")
+def cached(run, tmp_path_factory):
+    """The same run from a cache of the teacher's hidden states."""
+    folder = tmp_path_factory.mktemp("cached")
+    config = copy.deepcopy(run[0])
+    cache_teacher(config, folder / "cache", CachedHidden())
+    config.teacher.cache = str(folder / "cache")
+    return finish(config, folder)
 
 
 def test_a_run_goes_on_bit_for_bit(run, tmp_path):
@@ -80,6 +96,43 @@ def test_a_run_goes_on_bit_for_bit(run, tmp_path):
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "data": 1}, {"data": 2}], ids=["fsdp", "data"])
 def test_a_run_trains_alike_on_meshes(run, tmp_path, axes):
     assert_trains_alike(run, tmp_path / "mesh", **axes)
+
+
+def test_a_cache_trains_as_the_teacher_itself_bit_for_bit(cached, run, tmp_path):
+    assert cached[3].curve() == run[3].curve()
+    assert_goes_on(cached, tmp_path / "parts", stop_at=3)
+
+
+def test_a_cache_says_what_its_teacher_read(cached, run, monkeypatch, tmp_path):
+    """Rows of the teacher's tokens lie beside its states, and are read in place of the text."""
+    job, live = cached[2], run[2]
+    spec = job.cache.spec
+    assert spec.settings == {"teacher_tokenizer": live.pair.teacher.tokenizer.content_hash}
+    monkeypatch.setattr(alignment, "read_batch", None)
+    batch = start_over(job, tmp_path).source.next({})
+    monkeypatch.undo()
+    for name, column in start_over(live, tmp_path).source.next({}).items():
+        np.testing.assert_array_equal(batch[name], column)
+
+
+def test_a_cache_of_another_pair_is_refused_in_a_line_each(cached, run, tmp_path):
+    config = copy.deepcopy(cached[0])
+    config.student.path = str(Path(config.student.path).parent / "sentencepiece")
+    with pytest.raises(UserError, match=r"the cache of another run:\n  rows: .*\n  tokenizer: "):
+        assemble(config, tmp_path)
+    index = Path(cached[0].teacher.cache) / "index.json"
+    other = tmp_path / "other"
+    shutil.copytree(index.parent, other)
+    text = index.read_text().replace(
+        next(iter(json.loads(index.read_text())["about"]["settings"].values())), "0" * 64
+    )
+    (other / "index.json").write_text(text)
+    config = copy.deepcopy(cached[0])
+    config.teacher.cache = str(other)
+    with pytest.raises(UserError, match=r"settings: the cache has \{'teacher_tokenizer': '0000"):
+        assemble(config, tmp_path)
+    with pytest.raises(UserError, match="two tokenizers and a teacher of the kind 'topk'"):
+        cache_teacher(run[0], tmp_path / "topk", CachedTopK(8))
 
 
 @pytest.mark.parametrize("weights", cases("packed", slow=["dense"]))

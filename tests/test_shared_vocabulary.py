@@ -23,7 +23,7 @@ from kdjax.models.alignment import REASONS, list_segments, map_tokens, read_batc
 from kdjax.models.kernels import softmax
 from kdjax.training.pair import choose_vocabulary
 from kdjax.training.step import assemble_step
-from kdjax.training.teachers import CachedHidden, Dense, RunningTeacher
+from kdjax.training.teachers import CachedHidden, CachedTopK, Dense, RunningTeacher
 from kdjax.training.vocabulary import Reread, share_tokens
 from kdjax.watch.guards import SharedGuard
 from scripts.bench.made_tokenizers import make_byte_level, make_sentencepiece
@@ -369,7 +369,7 @@ def test_text_is_not_compared_after_what_is_no_text():
 def test_what_does_not_go_with_two_tokenizers_is_refused():
     student, teacher = tokenizer(*PAIRS[1][0]), tokenizer(*PAIRS[1][1])
     vocabulary = share_tokens(student, teacher, student.vocab_size, teacher.vocab_size)
-    for kind in (CachedHidden(), kdjax.TeacherInBatch()):
+    for kind in (CachedTopK(8), kdjax.TeacherInBatch()):
         with pytest.raises(UserError, match="two tokenizers and a teacher of the kind"):
             vocabulary.adapt(kind, ())
     with pytest.raises(UserError, match="losses of layers"):

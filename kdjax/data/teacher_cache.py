@@ -29,6 +29,7 @@ from kdjax.device import cluster
 from kdjax.errors import MissingFileError, UserError, WriteError, suggest_path
 from kdjax.formats.files import make_folder, remove_leftovers, replacing, writing
 from kdjax.formats.locks import LOCK, locking
+from kdjax.models.alignment import COLUMNS, OWN_ROWS
 
 _log = logging.getLogger("kdjax")
 
@@ -55,7 +56,8 @@ class CacheSpec:
     dtype: str  # train.compute_dtype, that of hidden states
     weights: str  # of the teacher: dense (packed has equal numbers), or float8
     sides: tuple[int, int]  # rows of training, held-out rows
-    # Newer settings that are not at their default: fields of the teacher, `rest` of answers.
+    # Newer settings that are not at their default: fields of the teacher, `rest` of answers,
+    # `OWN_ROWS` with the content hash of the teacher's tokenizer, where its rows differ.
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -63,7 +65,9 @@ class CacheSpec:
         """The NumPy type of one row's record; bfloat16 is stored as its bits."""
         if self.kind == "hidden":
             bits = {"bfloat16": "<u2", "float32": "<f4"}[self.dtype]
-            return np.dtype([("hidden", bits, (self.positions, self.width))])
+            own = COLUMNS if OWN_ROWS in self.settings else {}
+            columns = [(name, np.dtype(kind).str, (self.positions,)) for name, kind in own.items()]
+            return np.dtype([("hidden", bits, (self.positions, self.width)), *columns])
         columns = [
             ("ids", "u1", (self.k, 3)),
             ("logits", "<f2", (self.k,)),

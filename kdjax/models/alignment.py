@@ -34,6 +34,7 @@ _SORTS = {_WHITESPACE: re.compile(rb"\s{2,}"), _DIGITS: re.compile(rb" ?[0-9]+")
 # The teacher's columns of a batch, and their types.
 COLUMNS = dict.fromkeys(("tokens", "labels", "segment_ids", "positions", "places"), np.int32)
 COLUMNS |= {"byte_weights": np.float32}
+OWN_ROWS = "teacher_tokenizer"  # a cache's setting: its teacher read such rows, and they are there
 _APART = 2**40  # between the bytes of two answers
 
 

@@ -30,11 +30,18 @@ from kdjax.training.inputs import (
     list_read_rows,
     prepare,
     prepare_all,
+    read_shared,
     row_settings,
 )
 from kdjax.training.job import load_teacher, survey
 from kdjax.training.pair import open_pair
-from kdjax.training.teachers import CachedHidden, CachedTopK, RunningTeacher, TeacherInBatch
+from kdjax.training.teachers import (
+    CachedHidden,
+    CachedTopK,
+    RunningTeacher,
+    TeacherInBatch,
+    TeacherKind,
+)
 
 _log = logging.getLogger("kdjax")
 
@@ -59,10 +66,11 @@ def cache_teacher(
     config = settle_dtype(config, jax.default_backend())
     placement, pair, plan = survey(config)
     real = pair.vocabulary.real
-    pair.vocabulary.refuse("a cache of the teacher", "it holds what the teacher says of one row")
+    reader = pair.vocabulary.adapt(kind, ())
     if isinstance(kind, CachedTopK):
         _check_k(kind.k, real)
     rows = prepare_all(config, pair)
+    read_shared(config, pair, rows)
     teacher_hash = str(hash_models(pair)["teacher.sha256"])
     spec = describe_cache(config, pair, rows, kind, teacher_hash)
     cluster.check_agreement("cache-spec", dataclasses.asdict(spec))
@@ -74,14 +82,14 @@ def cache_teacher(
     def compute() -> Callable[[dict[str, Any]], dict[str, jax.Array]]:
         teacher = load_teacher(config, pair, plan.kind, placement)
         assert teacher is not None
-        return _compile(teacher, kind, head)
+        return _compile(teacher, reader, head)
 
     warned: list[bool] = []  # of the first batch
 
     def produce(numbers: Sequence[int]) -> Iterator[np.ndarray]:
         for start in range(0, len(numbers), size):
             mine = numbers[start : start + size]
-            batch = _read_batch(rows, mine, size)
+            batch = pair.vocabulary.complete(_read_batch(rows, mine, size))
             outputs = compute()(batch)
             if jax.process_index() != 0:
                 continue
@@ -197,7 +205,7 @@ def _read_batch(rows: RowSet, numbers: Sequence[int], size: int) -> dict[str, An
 
 
 def _compile(
-    teacher: Model, kind: CachedHidden | CachedTopK, head: HeadSpec
+    teacher: Model, kind: TeacherKind, head: HeadSpec
 ) -> Callable[[dict[str, Any]], dict[str, jax.Array]]:
     """Compiles the function from a batch to its records, which the first process gets in full."""
     assert teacher.placement is not None and teacher.spread is not None  # as `load_teacher` loads

@@ -214,5 +214,6 @@ def describe_cache(
         dtype=config.train.compute_dtype,
         weights=name_numbers(config.teacher.weights),
         sides=(len(rows.train), len(rows.heldout)),
-        settings=_leave_defaults(_flatten(config), ("teacher.",), _CACHES),
+        settings=_leave_defaults(_flatten(config), ("teacher.",), _CACHES)
+        | pair.vocabulary.cache_settings,
     )

@@ -163,6 +163,12 @@ class TeacherKind:
         """Returns the kind that computes the loss of a part, and the batch to split."""
         return self, batch
 
+    def make_records(
+        self, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
+    ) -> dict[str, Array]:
+        """Makes a cache's records `[B, T, ...]`, by their names, of a running teacher."""
+        raise NotImplementedError
+
     def sum_loss(
         self, student: Student, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> LossSums:

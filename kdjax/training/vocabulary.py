@@ -22,6 +22,7 @@ from kdjax.losses.shared import (
 )
 from kdjax.models.alignment import (
     COLUMNS,
+    OWN_ROWS,
     REASONS,
     Reading,
     Rendering,
@@ -35,6 +36,7 @@ from kdjax.models.tokenizer import Tokenizer
 from kdjax.training.teachers import (
     COMPARED,
     Batch,
+    CachedHidden,
     Dense,
     Float8,
     Packed,
@@ -49,7 +51,7 @@ LEAST_COMPARED = 0.5  # share of positions
 LEAST_MASS = 0.9  # the teacher's probability of the shared ids, at compared positions
 HOW_TO_GO_ON = "set --config.loss.allow_few_shared=True."
 _T = TypeVar("_T")
-RUNNING_KINDS = Dense, Packed, Float8
+_READS = Dense, Packed, Float8, CachedHidden  # kinds whose hidden states are of any row
 _PREFIX = "teacher_"
 _ROW = ("tokens", "segment_ids", "positions")
 
@@ -101,6 +103,11 @@ class Vocabulary:
     def columns(self, read: Callable[[int], dict[str, Any]]) -> Any:
         """Columns that each row has for the teacher; None without any. `read` reads a row."""
         return None
+
+    @property
+    def cache_settings(self) -> dict[str, str]:
+        """A cache's settings by which it knows the teacher's own rows; {} without any."""
+        return {}
 
     def find_reader(self, teacher: _T | None) -> _T | None:
         """The teacher, if it reads the student's ids."""
@@ -180,7 +187,7 @@ class SharedVocabulary(Vocabulary):
         return read_own_row(whole), whole["teacher_places"]
 
     def adapt(self, kind: TeacherKind, extra: object) -> TeacherKind:
-        known = "" if type(kind) in RUNNING_KINDS else f"a teacher of the kind {kind.name!r}"
+        known = "" if type(kind) in _READS else f"a teacher of the kind {kind.name!r}"
         self.refuse(known, "its predictions have ids and positions of one row")
         self.refuse(extra and "losses of layers", "hidden states of two rows do not correspond")
         return Reread(kind, self.ids)
@@ -194,6 +201,10 @@ class SharedVocabulary(Vocabulary):
 
     def columns(self, read: Callable[[int], dict[str, Any]]) -> "RowColumns":
         return RowColumns(self, read)
+
+    @property
+    def cache_settings(self) -> dict[str, str]:
+        return {OWN_ROWS: self.tokens.teacher.content_hash}
 
     def find_reader(self, teacher: _T | None) -> _T | None:
         return None
@@ -263,6 +274,11 @@ class Reread(TeacherKind):
     ids: SharedIds
     name: ClassVar[str] = "shared"
 
+    @property
+    def runs(self) -> bool:  # type: ignore[override]
+        """Whether the kind that reads does."""
+        return self.kind.runs
+
     def check_columns(self, batch: dict[str, Any], placed: Batch, head: HeadSpec) -> Array | None:
         return self.kind.check_columns(batch, placed, head)
 
@@ -272,6 +288,15 @@ class Reread(TeacherKind):
         kind, begun = self.kind.begin_parts(teacher, read_own_row(batch), parts)
         added = {name: x for name, x in begun.items() if name not in batch}
         return dataclasses.replace(self, kind=kind), batch | added
+
+    def make_records(
+        self, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
+    ) -> dict[str, Array]:
+        """Makes the cache's records of the teacher's own row, and adds the columns of that row."""
+        own = read_own_row(batch)
+        weights = (own["segment_ids"] != 0).astype(np.float32)
+        columns = {name: batch[f"{_PREFIX}{name}"] for name in COLUMNS}
+        return self.kind.make_records(teacher, own | {"weights": weights}, spec) | columns
 
     def sum_loss(
         self, student: Student, teacher: RunningTeacher, batch: Batch, spec: HeadSpec

@@ -203,7 +203,7 @@ def _time_steps(job: Job, state: Any, steps: int, *, alone: bool) -> tuple[Any, 
 
 
 def take_for_one() -> Any:
-    """Within it a pair is taken for one of one vocabulary, that of the narrower head."""
+    """Within it a pair is taken for one of one vocabulary, as wide as the narrower head."""
 
     def choose(rows: int, theirs: int, tokenizer: Tokenizer, *_: Any) -> Vocabulary:
         least = min(rows, theirs)
