@@ -97,7 +97,7 @@ def test_a_gguf_adapter_says_what_llama_cpp_reads(tokenizer, tmp_path):
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", ["qwen2_tied", "llama", "gemma3"])
+@pytest.mark.parametrize("case", ["qwen2_tied", "llama", "gemma3", "qwen3_5"])
 def test_peft_computes_the_same_logits(case, tokenizer, tmp_path):
     torch, transformers, peft = (
         pytest.importorskip(name) for name in ("torch", "transformers", "peft")

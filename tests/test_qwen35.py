@@ -15,6 +15,8 @@ import pytest
 from conftest import make_tiny_config, start_over
 from exporting import ask_llama_cpp, needs_llama_cpp, read_tensors
 from flax.traverse_util import flatten_dict
+from quick import cases
+from test_lora import shake
 from test_run import Recorder, go, saved
 from test_speculation import near
 
@@ -29,6 +31,7 @@ from kdjax.formats.gguf import write_gguf
 from kdjax.formats.safetensors import write_folder
 from kdjax.formats.saved import saved_run
 from kdjax.models import decoder, names
+from kdjax.models.adapters import Lora, split_adapters
 from kdjax.models.checkpoint import cut_layers, open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.decoding import count_slots
@@ -306,6 +309,53 @@ def test_slots_count_states(model):
     # Of each of a call's 8 steps 2 keys, 6 values and 6 decays in float32, and 320 inputs.
     assert parts["news of states"] == 10 * 3 * 8 * (4 * (2 * 32 + 6 * 33) + 2 * 320)
     assert "news of states" not in count_slots(model.spec, 2, 10, 50, 50, kernel=False)
+
+
+SOME = "in_proj_qkv,ssm_alpha,in_proj_b,out_proj,down_proj,q_proj"
+
+
+@pytest.mark.parametrize(
+    ("targets", "counts", "narrow"),
+    cases((SOME, (2, 5), {"alpha", "beta"}), slow=[("", (7, 6), set())]),
+)
+def test_adapters_reach_both_kinds_of_layers(path, model, targets, counts, narrow, tmp_path):
+    """PEFT's folder has Transformers' order of value heads, which merged files have as well.
+
+    Matrices with a row a head have adapters if they are named.
+    """
+    student = shake(kdjax.add_lora(model, rank=4, targets=targets), by=0.2)
+    lora = Lora.of_params(student.params)
+    assert lora is not None
+    stacks = [stack for stack, *_ in lora.targets]
+    assert tuple(map(stacks.count, ("blocks", "deltas"))) == counts
+    assert {x[2] for x in lora.targets} & {"alpha", "beta", "conv"} == narrow
+    ids = [PROMPT]
+    wanted = np.asarray(student.logits(ids))
+    assert np.abs(wanted - model.logits(ids)).max() > 0.05
+    kdjax.export_peft(student, tmp_path / "peft", base=str(path))
+    back = kdjax.load(tmp_path / "peft", dtype="float32")
+    np.testing.assert_allclose(back.logits(ids), wanted, atol=1e-5)
+    jax.tree.map(
+        np.testing.assert_array_equal, *(split_adapters(x.params)[1] for x in (back, student))
+    )
+    export_gguf(back, tmp_path / "merged.gguf", dtype="f32")
+    export_hf(model, tmp_path / "base")
+    on_folder = kdjax.load(tmp_path / "peft", base=str(tmp_path / "base"), dtype="float32")
+    export_hf(on_folder, tmp_path / "merged")
+    for merged in ("merged.gguf", "merged"):
+        found = kdjax.load(tmp_path / merged, dtype="float32").logits(ids)
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@needs_llama_cpp
+@pytest.mark.parity
+def test_llama_cpp_adds_adapters_to_both_kinds_of_layers(path, model, tmp_path):
+    student = shake(kdjax.add_lora(model, rank=4), by=0.2)
+    kdjax.export_gguf_adapter(student, tmp_path / "a.gguf")
+    (theirs,) = ask_llama_cpp(path, [PROMPT], 305, adapters=[tmp_path / "a.gguf"])
+    row, plain = (np.asarray(x.logits([PROMPT]), np.float64)[0, -1] for x in (student, model))
+    difference = [row[i] - theirs[i] for i in range(305)]  # equal but for a constant
+    assert np.ptp(difference) < 1e-4 * np.ptp(row) < 1e-2 * np.ptp(row - plain)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ the GGUF file.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from kdjax.formats.gguf import GGUFTable, write_gguf
 from kdjax.formats.safetensors import ADAPTER, ADAPTER_CONFIG, read_peft, write_file
 from kdjax.formats.table import TensorTable
 from kdjax.models import names
-from kdjax.models.adapters import PREFIX, Key, Lora, SavedSum, module_name, split_adapters
+from kdjax.models.adapters import PREFIX, Key, Lora, SavedSum, module_name, reorder, split_adapters
+from kdjax.models.arch import ArchSpec
 from kdjax.models.families import FAMILIES
 from kdjax.models.model import Model
 
@@ -67,11 +68,16 @@ def _take_apart(model: Model) -> tuple[Lora, dict[Key, np.ndarray]]:
 
 
 def _list_tensors(
-    arrays: dict[Key, np.ndarray], name: Callable[[Key, int, str], str]
-) -> Iterator[tuple[str, np.ndarray]]:
+    arrays: dict[Key, np.ndarray], spec: ArchSpec, *, gguf: bool
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yields each layer's A and B in a file's order: the matrix's name there, `a` or `b`, array."""
     for (*path, part), stack in arrays.items():
-        for layer, array in enumerate(stack):
-            yield name(tuple(path), layer, part), np.ascontiguousarray(array)
+        name = names.name_of(tuple(path), spec)
+        layout = names.layout_of(tuple(path), spec, gguf=gguf)
+        layers = names.layers_of(tuple(path), spec) or ()
+        for layer, array in zip(layers, reorder(stack, part, layout, write=True), strict=True):
+            stem = (name.gguf if gguf else name.hf).format(i=layer)
+            yield stem, part, np.ascontiguousarray(array)
 
 
 def _as_written(tensors: dict[str, np.ndarray]) -> list[TensorToWrite]:
@@ -107,15 +113,15 @@ def export_peft(
     spec = model.spec
     assert spec is not None
 
-    def name(path: Key, layer: int, part: str) -> str:
-        stem = names.name_of(path, spec).hf.removesuffix(".weight").format(i=layer)
-        return f"{PREFIX}{stem}.lora_{part.upper()}.weight"
-
-    tensors = dict(_list_tensors(arrays, name))
+    tensors = {
+        f"{PREFIX}{name.removesuffix('.weight')}.lora_{part.upper()}.weight": array
+        for name, part, array in _list_tensors(arrays, spec, gguf=False)
+    }
     if not base and model.checkpoint is not None:
         base = str(model.checkpoint.header.paths[0].resolve())
         if base.endswith(".safetensors"):
             base = str(Path(base).parent)
+    modules = (module_name(path, spec).rpartition(".")[2] for path in lora.targets)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -128,7 +134,7 @@ def export_peft(
         "inference_mode": True,
         "init_lora_weights": True,
         "modules_to_save": None,
-        "target_modules": [module_name(path, spec).rpartition(".")[2] for path in lora.targets],
+        "target_modules": list(dict.fromkeys(modules)),
         "use_dora": False,
         "use_rslora": False,
     }
@@ -150,15 +156,9 @@ def export_gguf_adapter(model: Model, out: PathLike, *, overwrite: bool = False)
     lora, arrays = _take_apart(model)
     spec = model.spec
     assert spec is not None
-    for (*path, part), stack in arrays.items():
-        layout = names.layout_of(tuple(path), spec, gguf=True)
-        if part == "b":
-            arrays[*path, part] = np.stack([layout.write_order(x) for x in stack])
-
-    def name(path: Key, layer: int, part: str) -> str:
-        return f"{names.name_of(path, spec).gguf.format(i=layer)}.lora_{part}"
-
-    tensors = dict(_list_tensors(arrays, name))
+    tensors = {
+        f"{name}.lora_{part}": array for name, part, array in _list_tensors(arrays, spec, gguf=True)
+    }
     metadata = {
         "general.architecture": FAMILIES[spec.family].gguf,
         "general.type": "adapter",

@@ -26,7 +26,7 @@ from kdjax.formats.safetensors import ADAPTER_CONFIG, read_peft
 from kdjax.formats.saved import LORA, SavedTable
 from kdjax.formats.table import TensorInfo
 from kdjax.models import names
-from kdjax.models.arch import ArchSpec
+from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
 from kdjax.models.families import FAMILIES
 from kdjax.models.loading import is_gguf, is_saved, load_params, tensor_names
@@ -38,6 +38,7 @@ DEFAULT_RANK, DEFAULT_ALPHA = 16, 32.0
 _AT_A_TIME = 8  # columns of B and rows of A that one pass over the numbers adds
 _ALL = "all-linear"  # PEFT's word for every matrix of the layers
 PREFIX = "base_model.model."  # of PEFT's tensors
+_ROW_A_HEAD = (("delta", "alpha"), ("delta", "beta"))  # 32 rows of a 9B, fewer than many a rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +85,33 @@ def _list_adapted(params: Params) -> Iterator[tuple[Key, Adapted]]:
 
 @functools.lru_cache(maxsize=8)
 def list_matrices(spec: ArchSpec) -> dict[Key, tuple[int, ...]]:
-    """The matrices of the layers by path, without routers, and their shapes `[L, out, in]`."""
+    """The matrices of the layers by path, without routers, and their shapes `[L, out, in]`.
+
+    L counts the layers that have the matrix: a model of two kinds of layers has a stack of each.
+    """
     shapes: dict[Key, Any] = flatten_dict(functional(spec, Compute())[1])
     return {
         path: leaf.shape
         for path, leaf in shapes.items()
-        if path[0] == "blocks" and len(leaf.shape) == 3 and "router" not in path
+        if STACKS.get(path[0]) is not None
+        and len(leaf.shape) == 3
+        and not set(names.EXACT) & set(path)
     }
 
 
 def module_name(path: Key, spec: ArchSpec) -> str:
     """PEFT's name of a matrix within its layer: `self_attn.q_proj`."""
     return names.name_of(path, spec).hf.removesuffix(".weight").partition("{i}.")[2]
+
+
+def reorder(stack: np.ndarray, part: str, layout: names.Layout, *, write: bool) -> np.ndarray:
+    """Puts A or B of all layers, as `part` says, into a file's order of the matrix, or back.
+
+    B has the rows of the matrix, A its columns.
+    """
+    if (part == "a") != layout.columns:
+        return stack
+    return np.stack([(layout.write_order if write else layout.read_order)(x) for x in stack])
 
 
 def _name_target(path: Key, spec: ArchSpec) -> tuple[str, ...]:
@@ -110,14 +126,10 @@ def choose_lora(
 ) -> Lora:
     """Adapters of the matrices that `targets` names, separated by commas; "": of all in the layers.
 
-    Names are PEFT's (`q_proj`) or GGUF's (`attn_q`). Raises `UserError` for unknown names, for a
-    rank above a matrix's, and for models with experts, fused matrices or delta layers.
+    Names are PEFT's (`q_proj`) or GGUF's (`attn_q`). Matrices of delta layers with one row a head
+    have adapters only if they are named. Raises `UserError` for unknown names, for a rank above a
+    matrix's, and for models with experts or fused matrices.
     """
-    if spec.delta_value_heads:
-        raise UserError(
-            f"found a {spec.family} model to adapt; expected one without delta layers, whose heads "
-            "formats order differently. Train all of it (student.lora.rank 0)."
-        )
     if spec.experts:
         raise UserError(
             f"found a {spec.family} model of {spec.experts} experts to adapt; expected one without "
@@ -132,7 +144,7 @@ def choose_lora(
     known = {path: _name_target(path, spec) for path in list_matrices(spec)}
     words = [word.strip() for word in targets.split(",") if word.strip()]
     if not words or words == [_ALL]:
-        chosen = set(known)
+        chosen = {path for path in known if path[1:3] not in _ROW_A_HEAD}
     else:
         chosen = {path for path, aliases in known.items() if set(aliases) & set(words)}
         for word in words:
@@ -345,7 +357,8 @@ def open_peft(folder: Path, spec: ArchSpec) -> StoredAdapters:
                     f"{table.paths[0]}: found numbers that are not finite in {bad[0]}; expected "
                     "none. The adapter is damaged: save or download it again."
                 )
-            parts.append(np.stack(arrays))
+            layout = names.layout_of(path, spec, gguf=False)
+            parts.append(reorder(np.stack(arrays), part.lower(), layout, write=False))
         return parts[0], parts[1]
 
     return StoredAdapters(lora, table.paths, read, str(folder))
@@ -382,9 +395,9 @@ def _read_rank(config: Mapping[str, Any], where: Path) -> tuple[int, float]:
 def _match_peft(table: TensorTable, spec: ArchSpec, rank: int) -> dict[Key, list[str]]:
     """Maps each adapted matrix to the stems of its layers' tensors."""
     stored, known, problems = {}, set(), []
-    for path, (layers, outer, inner) in list_matrices(spec).items():
-        hf = PREFIX + names.name_of(path, spec).hf.removesuffix(".weight")
-        stems = [hf.format(i=i) for i in range(layers)]
+    for path, (_, outer, inner) in list_matrices(spec).items():
+        stem = PREFIX + names.name_of(path, spec).hf.removesuffix(".weight")
+        stems = [stem.format(i=i) for i in names.layers_of(path, spec) or ()]
         wanted = {}
         for stem in stems:
             wanted[f"{stem}.lora_A.weight"] = (rank, inner)
@@ -414,21 +427,21 @@ def merge_adapters(base: TensorTable, spec: ArchSpec, adapters: StoredAdapters) 
 
     A tensor is merged each time that it is read, in the file's own order of rows.
     """
-    gguf, stored = is_gguf(base), tensor_names(base, spec)
+    gguf, saved, stored = is_gguf(base), is_saved(base), tensor_names(base, spec)
     read_pair = functools.lru_cache(maxsize=1)(adapters.read)  # its layers come in turn
 
-    def merge(name: str, path: Key, layer: int | None) -> LazyTensor:
+    def merge(name: str, path: Key, place: int | None) -> LazyTensor:
         stored_info = base.info(name)
 
         def read() -> np.ndarray:
             raw = base.raw(name)
-            a, b = (x if layer is None else x[layer : layer + 1] for x in read_pair(path))
+            a, b = (x if place is None else x[place : place + 1] for x in read_pair(path))
             change = np.float32(adapters.lora.scale) * (b @ a)
             numbers = np.asarray(decode(raw, stored_info.dtype), np.float32)
-            if gguf:
-                layout = names.layout_of(path, spec, gguf=True)
+            if not saved:
+                layout = names.layout_of(path, spec, gguf=gguf)
                 change = np.stack([layout.write_order(x) for x in change])
-            merged = numbers + (change if layer is None else change[0])
+            merged = numbers + (change if place is None else change[0])
             merged = np.ascontiguousarray(merged, np.float32)
             return merged.view(np.uint8).reshape(*merged.shape[:-1], -1)
 
@@ -437,7 +450,7 @@ def merge_adapters(base: TensorTable, spec: ArchSpec, adapters: StoredAdapters) 
 
     tensors = dict(base.tensors)
     for path in adapters.lora.targets:
-        layers = (None,) if is_saved(base) else range(spec.num_layers)
-        pairs = zip(stored[path], layers, strict=True)
-        tensors |= {name: merge(name, path, layer) for name, layer in pairs}
+        places = (None,) if saved else range(len(stored[path]))
+        pairs = zip(stored[path], places, strict=True)
+        tensors |= {name: merge(name, path, place) for name, place in pairs}
     return base.replace(tensors, paths=(*base.paths, *adapters.paths), base=base)
