@@ -4,11 +4,12 @@
     kdjax shrink model.gguf --like=q2_k --out=small.gguf --no-train
 
 MODEL is a GGUF file or a Hugging Face folder, of the most bits that you have. The text should be of
-the kind that the file is for. The parts: importance of the inputs, cost of each matrix in each
-block type, choice of the types that lose least within the size, GPTQ, training under rounding from
-there (of adapters where masters do not fit), export, proof. Each part is stored in the work folder,
-from which the same command goes on. The closing table compares the file with the recipe of
-llama-quantize that is no larger.
+the kind that the file is for; `own` among its names is what the model writes from its chat template
+and from nothing (`own:500`: 500 texts). The parts: this text, importance of the inputs, cost of
+each matrix in each block type, choice of the types that lose least within the size, GPTQ, training
+under rounding from there (of adapters where masters do not fit), export, proof. Each part is stored
+in the work folder, from which the same command goes on. The closing table compares the file with
+the recipe of llama-quantize that is no larger.
 """
 
 import argparse
@@ -54,6 +55,7 @@ from kdjax.evaluation.costs import (
     read_costs,
     round_params,
 )
+from kdjax.evaluation.own_text import OwnText
 from kdjax.export import export_gguf
 from kdjax.export.card import begin_card, show_bound
 from kdjax.export.formats import count_gguf_bytes
@@ -86,6 +88,8 @@ _FACTORS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
 # Bits a weight below which a model has much to mend, and the rates (docs/quantize.md).
 _FEW_BITS, _FEW_RATE, _RATE = 3.6, 2e-5, 1e-5
 _SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
+_WRITING = 0.1  # of that peak, while a model writes
+_SLOTS = {"cpu": 16, "gpu": 256}  # texts that are written at a time
 _STACKS = 5  # of one parameter that costs have in memory: rounded, and exchanged in four trees
 _RANK = 64  # of adapters, where the masters of a training do not fit
 _READ = 64  # rows that importance and GPTQ read
@@ -112,7 +116,8 @@ def _parser() -> Parser:
     size.add_argument("--size", type=_read_size, metavar="BYTES", help="of the file, as 750MB")
     size.add_argument("--bits", type=float, help="bits a weight of the matrices, as 3.2")
     size.add_argument("--like", metavar="RECIPE", help="the size of a recipe, as q2_k")
-    add("--text", default=TEXT, metavar="PATHS", help="folders, files, by commas (%(default)s)")
+    words = "folders, files, `own`, by commas (%(default)s)"
+    add("--text", default=TEXT, metavar="PATHS", help=words)
     add_fields_flag(add)
     add("--heldout", default="", metavar="PATHS", help="text to judge by; default: 2%% of --text")
     add("--steps", type=int, default=600, help="optimizer steps (%(default)s)")
@@ -220,7 +225,7 @@ def _make_config(
     config.teacher.path, config.student.path = SELF, args.model
     config.student.quantize, config.student.start = types, start
     config.student.head = "tied" if spec.tied else "untied"
-    config.data.train, config.data.heldout = args.text, args.heldout
+    config.data.train, config.data.heldout = args.sources, args.heldout
     config.data.fields, config.data.seq_len = args.fields, args.seq_len
     config.optim.learning_rate = _FEW_RATE if bits < _FEW_BITS else _RATE
     config.optim.final_learning_rate = 0.0
@@ -453,9 +458,7 @@ def _choose_rank(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         lean = plan(_RANK)
     except UserError:  # such a model has no adapters
         return 0
-    if lean.missing:  # nor does the run, which says what would
-        return 0
-    _log.info(
+    _log.info(  # if they do not fit either, the run says what would
         "to train all numbers takes %.2f GB, %.2f more than there are: adapters of rank %d train "
         "under rounding, which takes %.2f (--rank)",
         *(full.needed / 1e9, full.missing / 1e9, _RANK, lean.needed / 1e9),
@@ -463,10 +466,24 @@ def _choose_rank(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
     return _RANK
 
 
+def _write_own(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    """Lets the model write the text that `own` among --text stands for, or goes on."""
+    if args.own is None:
+        return
+    placement = Placement.on(make_local_mesh(1))
+    on_cpu = placement.platform == "cpu"
+    form = {"weights": "dense" if on_cpu else "packed"}
+    form["dtype"] = "float32" if on_cpu else "bfloat16"
+    model = load_model(checkpoint, placement=placement, **form)
+    args.own.write(model, checkpoint.sha256, _SLOTS[placement.platform])
+    args.sources = args.own.name_sources(checkpoint.tokenizer)
+
+
 def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> None:
     args.rank = _choose_rank(args, checkpoint)
-    settings = _make_config(args, checkpoint.spec, "").data
     make_folder(args.work)
+    _write_own(args, checkpoint)
+    settings = _make_config(args, checkpoint.spec, "").data
     work = _Work(args, checkpoint, prepare(settings, checkpoint.tokenizer))
     imatrix = work.measure_importance()
     costs = work.measure_costs(imatrix)
@@ -556,6 +573,10 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         devices = here if machine is None else machine.summary
         peak = devices.peak_flops and devices.peak_flops / devices.count
         minutes = f", about {flops / peak / _SHARE / 60:,.1f} minutes" if peak else ""
+        if args.own is not None:
+            writing = args.own.count_ids() * spec.forward_flops(args.seq_len)
+            minutes = f" in about {writing / peak / _WRITING / 60:,.1f} minutes" if peak else ""
+            print(f"self-generated text: at most {args.own.count_ids():,} ids{minutes}")
         print(f"{args.out}: at most {goal.nbytes / 1e6:,.1f} MB, compared with {recipe}")
         print(f"costs: {passes:,} passes of {positions:,} positions{minutes}")
         room = devices.memory_bytes
@@ -582,6 +603,9 @@ def main(argv: list[str] | None = None) -> int:
     check_least(args, steps=1, rows=1, seq_len=2, batch_size=1, microbatches=1, seconds=0, rank=0)
     check_target(args.out, folder=False, overwrite=args.overwrite)
     args.work = args.work or args.out.with_suffix(".shrink")
+    args.own = OwnText.find(args.text, args.work)
+    # A plan reads a little text, and does so before the model has written.
+    args.sources = args.text if args.own is None else args.own.others or TEXT
     checkpoint = open_checkpoint(args.model)
     if checkpoint.saved is not None or checkpoint.adapters is not None:
         raise UserError(

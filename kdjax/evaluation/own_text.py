@@ -1,0 +1,141 @@
+"""A model's own writing as text to train on, where no text was given: sampled at T = 1.
+
+Half of the texts are conversations: the model goes on from its chat template where a user's turn
+begins, and answers its question (Magpie: Xu et al. 2024, arXiv:2406.08464). The others begin
+as any document does, from BOS. Where there is no template all do.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kdjax.data.conversations import Conversation
+from kdjax.data.sources import split_sources
+from kdjax.errors import UserError
+from kdjax.evaluation.answers import PromptRecord, WrittenAnswers, group
+from kdjax.models.decoding import Sampling, find_room
+from kdjax.models.model import Model
+from kdjax.models.tokenizer import Tokenizer
+
+_log = logging.getLogger("kdjax")
+
+_WORD = re.compile(r"own(?::(\d+))?")
+_TEXTS = 4096  # texts that `own` stands for
+_LONGEST = 512  # ids of a text or an answer
+_QUESTION = 128  # ids of a user's turn
+_HERE = "\ue000"  # a message that no template has in its own words: where a turn begins
+
+
+class OwnText(NamedTuple):
+    """Files of a model's own writing, in a folder, and the sources that are read with them."""
+
+    folder: Path
+    texts: int
+    others: str  # as for `data.train`; "": none
+
+    @classmethod
+    def find(cls, sources: str, folder: Path) -> "OwnText | None":
+        """Reads the word `own`, or `own:N` for N texts, among `sources`; None without it.
+
+        Raises `UserError` for fewer than two texts.
+        """
+        paths, packages = split_sources(sources)
+        words = [path for path in paths if _WORD.fullmatch(path)]
+        if not words:
+            return None
+        found = _WORD.fullmatch(words[-1])
+        assert found is not None
+        texts = int(found[1] or _TEXTS)
+        if texts < 2:
+            raise UserError(f"found {words[-1]}; expected 2 texts or more, such as own:64.")
+        rest = [path for path in paths if path not in words]
+        python = [f"python:{','.join(packages)}"] if packages else []
+        return cls(folder, texts, ",".join(rest + python))
+
+    def name_sources(self, tokenizer: Tokenizer) -> str:
+        """The files and the other sources, as for `data.train`."""
+        files = [self._documents] + [self._answers] * bool(_begin_turn(tokenizer))
+        return ",".join([*map(str, files), *filter(None, [self.others])])
+
+    def count_ids(self) -> int:
+        """Ids that are written at most."""
+        return self.texts * (_LONGEST + _QUESTION // 2)
+
+    @property
+    def _documents(self) -> Path:
+        return self.folder / "own-documents.jsonl"
+
+    @property
+    def _questions(self) -> Path:
+        return self.folder / "own-questions.jsonl"
+
+    @property
+    def _answers(self) -> Path:
+        return self.folder / "own-answers.jsonl"
+
+    def write(self, model: Model, sha256: str, batch_size: int) -> None:
+        """Writes the files, or goes on; `sha256` is the model's.
+
+        Raises `UserError` for files of another model or number of texts.
+        """
+        assert model.checkpoint is not None
+        tokenizer, made_by = model.checkpoint.tokenizer, {"MODEL": sha256, "own": self.texts}
+        begin = PromptRecord(tuple(_begin_document(tokenizer)))
+        turn, chats = _begin_turn(tokenizer), 0
+        if turn:
+            chats = self.texts // 2
+            opened = PromptRecord(tuple(tokenizer.encode(turn)))
+            _write(self._questions, [opened] * chats, model, made_by, batch_size, _QUESTION, 1)
+            asked = list(_read_questions(self._questions, tokenizer))
+            _write(self._answers, asked, model, made_by, batch_size, _LONGEST, 2)
+        documents = [begin] * (self.texts - chats)
+        _write(self._documents, documents, model, made_by, batch_size, _LONGEST, 3)
+
+
+def _begin_document(tokenizer: Tokenizer) -> list[int]:
+    """Ids that begin a document: BOS, or for models without it the end of the document before."""
+    return tokenizer.open_text([]) or [tokenizer.end_of_text_id]
+
+
+def _begin_turn(tokenizer: Tokenizer) -> str:
+    """A rendered conversation up to where a user's words begin; "" without a template."""
+    if tokenizer.chat_template is None:
+        return ""
+    try:
+        whole = Conversation(({"role": "user", "content": _HERE},)).render(tokenizer)
+    except UserError:  # a template of other messages
+        return ""
+    before, here, _ = whole.partition(_HERE)
+    return before if here else ""
+
+
+def _read_questions(file: Path, tokenizer: Tokenizer) -> Iterable[PromptRecord]:
+    for line in file.read_text().splitlines():
+        chat = Conversation(({"role": "user", "content": json.loads(line)["text"].strip()},))
+        ids = tokenizer.encode(chat.render(tokenizer, answer_next=True))
+        yield PromptRecord(tuple(ids), chat)
+
+
+def _write(
+    out: Path,
+    prompts: Sequence[PromptRecord],
+    model: Model,
+    made_by: dict[str, str | int],
+    batch_size: int,
+    most: int,
+    seed: int,
+) -> None:
+    """Writes at most `most` ids after each prompt; a stopped call goes on after the last group."""
+    assert model.checkpoint is not None
+    tokenizer, answers = model.checkpoint.tokenizer, WrittenAnswers(out, made_by)
+    positions = model.checkpoint.spec.max_positions
+    prompts = [prompt for prompt in prompts if 2 * len(prompt.ids) <= positions]
+    most = min(most, positions // 2)
+    sampling = Sampling(most, 1.0, 1.0, seed=seed, stop_ids=tokenizer.stop_ids)
+    room = find_room([len(prompt.ids) for prompt in prompts], most)
+    for part in group(prompts[answers.asked :], batch_size, 1):
+        answers.write(part, model, sampling, batch_size=batch_size, room=room)
+        _log.info("%s: %s", out, answers.describe(len(prompts)))
