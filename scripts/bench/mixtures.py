@@ -110,9 +110,18 @@ def _make_optimizer(rate: float = 0.0) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _add_noise(x: Any, dtype: str, key: Any) -> tuple[Any, Any]:
-    """x with uniform noise of a step of each group's scale, and its root mean square in steps."""
-    inverse = jnp.abs(fit_rows(x, dtype)[-1])
-    step = jnp.where(inverse > 0, 1 / jnp.where(inverse > 0, inverse, 1), 0)
+    """x with uniform noise of a step of each group's scale, and its root mean square in steps.
+
+    Of a type that kdjax does not write it is the least distance of two numbers of a block.
+    """
+    if dtype in ENCODERS:
+        inverse = jnp.abs(fit_rows(x, dtype)[-1])
+        step = jnp.where(inverse > 0, 1 / jnp.where(inverse > 0, inverse, 1), 0)
+    else:
+        gaps = jnp.diff(jnp.sort(x.reshape(-1, BLOCKS[dtype].elements), axis=-1), axis=-1)
+        least = 1e-3 * jnp.max(gaps, axis=-1, keepdims=True)  # less is an error of float32
+        step = jnp.min(gaps, axis=-1, where=gaps > least, initial=jnp.inf)
+        step = jnp.where(jnp.isfinite(step), step, 0)
     step = step.reshape(*x.shape[:-1], -1)
     step = jnp.repeat(step, x.shape[-1] // step.shape[-1], axis=-1)
     noise = jax.random.uniform(key, x.shape, minval=-0.5, maxval=0.5)
@@ -188,7 +197,7 @@ class Bench:
         found: dict[str, list[float]] = {}
         for number, (name, parts) in enumerate(list_matrices(self.spec).items()):
             dtype = table.info(name).dtype if name in table else "F32"
-            for part in parts if dtype in ENCODERS else ():
+            for part in parts if BLOCKS[dtype].elements > 1 else ():
                 x = flat[part.path] if part.place is None else flat[part.path][part.place]
                 noisy, size = _add_noise(x, dtype, jax.random.key(number))
                 found.setdefault(dtype, []).append(float(size))
