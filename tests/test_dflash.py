@@ -15,6 +15,7 @@ from test_dspark import (
     NEW,
     PROMPTS,
     SHAPE,
+    TARGETS,
     _run_blocks,
     check_gradient,
     check_served,
@@ -34,7 +35,7 @@ from kdjax.export.heads import export_head
 from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from kdjax.models.dspark import place_anchors
-from kdjax.models.dspark_files import MASK
+from kdjax.models.dspark_files import MASK, SECTIONS
 from kdjax.models.heads import load_head, make_head
 from kdjax.training.forms import DraftHead
 
@@ -201,6 +202,7 @@ def test_the_head_drafts_and_the_text_stays(model, learned):
 
 @pytest.mark.slow
 @needs_llama_cpp
+@pytest.mark.parametrize("path", TARGETS, indirect=True)
 def test_llama_cpp_accepts_as_many(path, model, learned, tmp_path):
     """Its `draft-dflash` changes no text, and accepts what kdjax does, after the first id."""
     check_served(path, model, learned, tmp_path, DRAFTS)
@@ -226,6 +228,7 @@ def test_files_keep_the_head(model, head, tmp_path):
     for key, value, wrong in (
         ("attention.sliding_window", 512, "a head with a sliding window; expected a DSpark or DFl"),
         ("rope.scaling.type", "yarn", "a head with dflash.rope.scaling.type=yarn; expected none"),
+        (SECTIONS, [11, 11, 10], rf"dflash.{SECTIONS}=\[11, 11, 10\]; expected none but the fi"),
         ("block_size", 1, "dflash.block_size=1; expected at least 2, for 1 draft a pass"),
     ):
         write_gguf(tmp_path / "odd.gguf", fewer | {f"dflash.{key}": value}, rows)

@@ -22,13 +22,19 @@ from kdjax.formats import open_table
 from kdjax.models.dspark import place_anchors, spread_taps
 from kdjax.models.heads import attach_head, load_head, make_head
 from kdjax.training.forms import DraftHead
-from scripts.bench.synthetic import QWEN3_SHAPES, write_random_gguf
+from scripts.bench.synthetic import QWEN3_SHAPES, QWEN35_SHAPES, write_random_gguf
 from scripts.checks import llama_answers
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 NONE = dict(experts=0, experts_used=0, expert_ffn=0)
 SHAPE = QWEN3_SHAPES["tiny-experts"]._replace(hidden=128, ffn=256, rows=305, tied=True, **NONE)
+DELTA = QWEN35_SHAPES["tiny-delta"]._replace(rows=305)  # layers with states that have no positions
+TARGETS = {
+    "qwen3": SHAPE,
+    "qwen35": DELTA,
+    "qwen35moe": DELTA._replace(ffn=0, experts=7, experts_used=2, expert_ffn=96, shared_ffn=64),
+}
 SLOTS, RANK = 4, 8
 PROMPTS = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in (24, 2, 9)]
 NEW = dict(max_tokens=30, stop_ids=())
@@ -38,16 +44,16 @@ def calm(model):
     """The model with less of what its layers add."""
     flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
     for key in flat:
-        if {"o", "down"} & set(key[-2:]):
+        if {"o", "out", "down"} & set(key[-2:]):
             flat[key] = 0.3 * flat[key]
     return model.replace(params=unflatten_dict(flat))
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def path(tmp_path_factory, request):
     """A model whose layers change little, so that a head can guess what it says."""
-    folder = tmp_path_factory.mktemp("dspark")
-    write_random_gguf(folder / "random.gguf", SHAPE, recipe="f32")
+    folder, shape = tmp_path_factory.mktemp("dspark"), TARGETS[getattr(request, "param", "qwen3")]
+    write_random_gguf(folder / "random.gguf", shape, recipe="f32")
     model = kdjax.load(folder / "random.gguf", dtype="float32")
     kdjax.export_gguf(calm(model), folder / "m.gguf", dtype="f32")
     return folder / "m.gguf"
@@ -59,6 +65,18 @@ def model(path):
 
 
 BOTH = pytest.mark.parametrize("head", ["anchored", "bonus"], indirect=True)
+
+
+def with_targets(*heads):
+    """Runs a test with these heads of a Qwen3, and with the first of them of each other target."""
+    first, *others = TARGETS
+    slow = [pytest.param(x, heads[0], marks=pytest.mark.slow) for x in others]
+    return pytest.mark.parametrize(
+        "path, head", [*((first, x) for x in heads), *slow], indirect=True
+    )
+
+
+EACH = with_targets("anchored", "bonus")
 
 
 @pytest.fixture(scope="module", params=["anchored"])
@@ -252,7 +270,7 @@ def sum_losses(model, head, texts, first, weights, accepted):
 
 
 @pytest.mark.slow
-@BOTH
+@EACH
 def test_the_step_minimises_the_loss_of_its_blocks(model, head):
     """Its loss and its gradient are those of float64 blocks, each of its own text."""
     texts = PROMPTS[0][:14], PROMPTS[2]
@@ -400,7 +418,7 @@ def middle(model, learned):
 
 
 @pytest.mark.slow
-@BOTH
+@EACH
 @pytest.mark.parametrize("confident", [False, True])
 def test_the_head_drafts_and_the_text_stays(model, learned, middle, confident):
     """Texts, passes and accepted drafts are those of whole texts read anew; slots are refilled."""
@@ -416,7 +434,7 @@ def test_the_head_drafts_and_the_text_stays(model, learned, middle, confident):
 
 @pytest.mark.slow
 @needs_llama_cpp
-@BOTH
+@EACH
 def test_llama_cpp_accepts_as_many(path, model, learned, tmp_path, middle):
     """Its `draft-dspark`, from the second id on: it draws the first from the prompt's pass."""
     export_head(learned, tmp_path / "h.gguf", dtype="f32")
@@ -532,7 +550,7 @@ def test_llama_cpp_writes_a_llamas_text_with_its_head(tmp_path):
     assert count("draft_n", sure) < count("draft_n", drafted)
 
 
-@BOTH
+@EACH
 def test_files_keep_the_head(model, head, tmp_path):
     export_head(head, tmp_path / "h.gguf", dtype="f32")
     read = load_head(tmp_path / "h.gguf", model)
@@ -544,6 +562,11 @@ def test_files_keep_the_head(model, head, tmp_path):
     values = open_table(tmp_path / "h.gguf").metadata
     assert values["dflash.has_confidence_head"]
     assert values["dflash.sample_from_anchor"] == head.functions.shape.anchored
+    # A target whose positions have three axes: the head rotates all its columns by the first.
+    sections = [16, 0, 0, 0] if model.spec.rope_sections else []
+    assert [*values.get("dflash.rope.dimension_sections", [])] == sections
+    export_head(head, tmp_path / "folder", folder=True)
+    assert load_head(tmp_path / "folder", model).functions.shape == head.functions.shape
     plain = make_head(model, layers=1, slots=2, rank=4, confident=False)
     export_head(plain, tmp_path / "plain.gguf")
     assert load_head(tmp_path / "plain.gguf", model).functions.shape == plain.functions.shape

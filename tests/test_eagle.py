@@ -24,6 +24,7 @@ from test_dspark import (
     read_taps,
     rotate,
     teach,
+    with_targets,
 )
 
 import kdjax
@@ -45,7 +46,7 @@ WEIGHTS = 1, 0.8, 0.64
 # Of 305; in no order, and three texts have ids that are not among them.
 IDS = tuple(np.random.default_rng(3).permutation([i for i in range(300) if i % 5]).tolist())
 KINDS = {"all ids": (), "some ids": IDS}
-BOTH = pytest.mark.parametrize("head", KINDS, indirect=True)
+EACH = with_targets(*KINDS)
 
 
 @pytest.fixture(scope="module", params=["all ids"])
@@ -179,7 +180,7 @@ def make_batch(texts):
 
 
 @pytest.mark.slow
-@BOTH
+@EACH
 def test_the_step_minimises_the_loss_of_its_passes(model, head):
     """Loss by draft and gradient are those of float64 passes, each of its own text."""
     texts, batch = TEXTS, make_batch(TEXTS)
@@ -266,7 +267,7 @@ def write_by_hand(model, head, prompt, count):
 
 
 @pytest.mark.slow
-@BOTH
+@EACH
 def test_the_head_drafts_and_the_text_stays(model, learned):
     """Texts, passes and accepted drafts are those of whole texts read anew; slots are refilled."""
     how = dict(draft=learned, draft_tokens=DRAFTS, batch_size=2)
@@ -281,7 +282,7 @@ def test_the_head_drafts_and_the_text_stays(model, learned):
 
 @pytest.mark.slow
 @needs_llama_cpp
-@BOTH
+@EACH
 def test_llama_cpp_accepts_as_many(path, model, learned, tmp_path):
     """Its `draft-eagle3` changes no text, and accepts what kdjax does, after the first id."""
     check_served(path, model, learned, tmp_path, DRAFTS)
@@ -295,7 +296,7 @@ def test_llama_cpp_writes_a_llamas_text_with_its_head(tmp_path):
     check_llamas_text(path, target, prompts, teach(target, make_eagle(target), prompts), DRAFTS)
 
 
-@BOTH
+@EACH
 def test_files_keep_the_head(model, head, tmp_path):
     """Rows of queries and keys lie in the file as pairs, as llama.cpp rotates them."""
     export_head(head, tmp_path / "h.gguf", dtype="f32")
@@ -306,7 +307,8 @@ def test_files_keep_the_head(model, head, tmp_path):
     for key, x in ours.items():
         np.testing.assert_array_equal(theirs[key], x)
     values, layer = table.metadata, head.params["eagle3"]["blocks"]["attn"]
-    assert list(values["eagle3.target_layers"]) == [0, 1, 2]
+    assert list(values["eagle3.target_layers"]) == [*range(model.spec.num_layers)][-3:]
+    assert "eagle3.rope.dimension_sections" not in values  # llama.cpp rotates pairs of columns
     if ids := head.functions.shape.ids:
         assert np.frombuffer(table.raw("d2t"), "<i8").tolist() == [*ids]
         assert table.info("d2t").dtype == "I64"

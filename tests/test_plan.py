@@ -490,25 +490,32 @@ def test_a_block_that_drafts_is_planned_as_xla_counts(pairs, shape, divergence, 
     assert made.peak / 1e9 == pytest.approx(total, rel=0.05)
 
 
+LATER = {"student.block": EAGLE3, "student.later_drafts": "0.8,0.64"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "head",
+    ("shape", "head"),
     [
-        {"student.block": DSPARK, "student.dspark.rank": 64},
-        {"student.block": EAGLE3, "student.later_drafts": "0.8,0.64"},
-        {"student.block": EAGLE3, "student.later_drafts": "0.8,0.64", "loss.chunk_tokens": 128},
-        {"student.block": EAGLE3, "student.later_drafts": "0.8,0.64", "student.draft_ids": 2048},
-        {"student.block": EAGLE3},
+        ("tiny-teacher", {"student.block": DSPARK, "student.dspark.rank": 64}),
+        ("tiny-teacher", LATER),
+        ("tiny-teacher", LATER | {"loss.chunk_tokens": 128}),
+        ("tiny-teacher", LATER | {"student.draft_ids": 2048}),
+        ("tiny-teacher", {"student.block": EAGLE3}),
+        ("tiny-delta-teacher", {"student.block": DSPARK, "student.dspark.rank": 64}),
+        ("tiny-delta-experts", LATER),
     ],
-    ids=[DSPARK, EAGLE3, "small chunks", "some ids", "one draft"],
+    ids=[DSPARK, EAGLE3, "small chunks", "some ids", "one draft", "qwen35", "qwen35moe"],
 )
-def test_a_head_that_drafts_is_planned_as_xla_counts(pairs, tmp_path, head):
+def test_a_head_that_drafts_is_planned_as_xla_counts(pairs, tmp_path, shape, head):
     """By XLA's account of the step, compiled for shapes, on a CPU; the target's arrays are one.
 
     4 rows of 1,024, whose scores are computed in blocks, were within 1% on 28 November 2026.
     """
-    sizes = dict(layers=3, hidden=384, heads=6, kv_heads=2, head=64, ffn=1024, rows=8000)
-    write_random_gguf(tmp_path / "m.gguf", SHAPES["tiny-teacher"]._replace(**sizes))
+    known = SHAPES[shape]
+    layers, ffn = (4 if known.delta_keys else 3), (0 if known.experts else 1024)
+    sizes = dict(layers=layers, hidden=384, heads=6, kv_heads=2, head=64, ffn=ffn, rows=8000)
+    write_random_gguf(tmp_path / "m.gguf", known._replace(**sizes))
     config, mesh = config_of(8, 256, chunk=512, segments=1), make_local_mesh(1)
     named = {"teacher.path": SELF, "teacher.weights": "packed", "train.compute_dtype": "float32"}
     named |= head | {"loss.alpha": 0.1}

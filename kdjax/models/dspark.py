@@ -21,7 +21,8 @@ The files of llama.cpp's `draft-dspark` and `draft-dflash`:
 - `conf_proj` [1, D + r] and its bias: the logit that a slot's draft is accepted. A server drafts up
   to the first slot below `--spec-draft-p-min`. `dflash.has_confidence_head` false: it must be 0. No
   tensor of DFlash: there a server compares the draft's own probability, among its ten best ids.
-- A target of M-RoPE (qwen35) needs `dflash.rope.dimension_sections` [rotated / 2, 0, 0, 0].
+- `dflash.rope.dimension_sections` [E / 2, 0, 0, 0], E the width of a head, for a target of M-RoPE
+  (qwen35): the head rotates by time alone.
 - `fc` joins the taps, `enc.output_norm` follows it; the layers are Qwen3's (normed queries and
   keys, rotation of halves); norms are plain factors. `markov_w1` [V, r] has the embeddings of the
   token before, `markov_w2` [V, r] the rows of the bias. `token_embd` and `output` are the target's.
@@ -128,6 +129,15 @@ def spread_taps(layers: int, count: int = MOST_TAPS) -> tuple[int, ...]:
     return tuple(sorted({first + round(i * (last - first) / (count - 1)) for i in range(count)}))
 
 
+def follow_sections(spec: ArchSpec, target: ArchSpec) -> ArchSpec:
+    """A head's architecture for its target: if that has axes of images, the head rotates by time.
+
+    For a text the angles are the same. llama.cpp gives such a target's head positions of all axes.
+    """
+    sections = (spec.head_dim // 2, 0, 0, 0) if target.rope_sections else ()
+    return dataclasses.replace(spec, rope_sections=sections)
+
+
 class HeadSizes(NamedTuple):
     """Sizes that are chosen of a new head; its heads and widths are its target's."""
 
@@ -142,6 +152,7 @@ class HeadSizes(NamedTuple):
     def shape(self, target: ArchSpec) -> DSparkShape:
         """The shape of a head of these sizes."""
         spec = size_layers(target, layers=self.layers, family="qwen3", qk_norm=True)
+        spec = follow_sections(spec, target)
         taps = tuple(self.taps) or spread_taps(target.num_layers)
         sizes = self.slots, self.rank, self.mask, self.confident, self.anchored
         return DSparkShape(spec, taps, *sizes)

@@ -3,14 +3,17 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from kdjax.errors import UserError
 from kdjax.formats.table import TensorTable
 from kdjax.models.arch import ArchSpec
-from kdjax.models.dspark import HEAD, DSparkFunctions, DSparkShape, HeadSizes
+from kdjax.models.dspark import HEAD, DSparkFunctions, DSparkShape, HeadSizes, follow_sections
 from kdjax.models.head_format import Getter, HeadFormat, list_sizes, read_layers, read_taps
 
 ARCHITECTURE = "dflash"  # `general.architecture`
 MASK = "tokenizer.ggml.mask_token_id"
+SECTIONS = "rope.dimension_sections"
 _OWN = {
     ("fc", "weight"): "fc.weight",
     ("fc_norm", "weight"): "enc.output_norm.weight",
@@ -43,6 +46,8 @@ def list_entries(shape: DSparkShape) -> dict[str, Any]:
         "sample_from_anchor": not shape.lead,
         "has_confidence_head": shape.confident,
     }
+    if shape.spec.rope_sections:
+        entries[SECTIONS] = np.asarray(shape.spec.rope_sections, np.int32)
     return {f"{ARCHITECTURE}.{key}": value for key, value in entries.items()} | {MASK: shape.mask}
 
 
@@ -56,7 +61,12 @@ def read_shape(table: TensorTable, target: ArchSpec) -> DSparkShape:
     vocabulary, rank = target.vocab_size, 0
     if "markov_w1.weight" in table:
         vocabulary, rank = table.info("markov_w1.weight").shape
-    spec = read_layers(get, vocabulary, family="qwen3", qk_norm=True)
+    spec = follow_sections(read_layers(get, vocabulary, family="qwen3", qk_norm=True), target)
+    if any((sections := [int(x) for x in get(SECTIONS, ())])[1:]):
+        raise UserError(
+            f"{source}: found {ARCHITECTURE}.{SECTIONS}={sections}; expected none but the first, "
+            "of a head that rotates by time."
+        )
     taps = read_taps(get, spec.hidden_size, target)
     if MASK not in table.metadata:
         raise UserError(

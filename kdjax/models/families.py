@@ -93,6 +93,7 @@ _OLMO: dict[str, Any] = dict(
 )
 
 _QWEN35: dict[str, Any] = dict(
+    tapped=True,
     apr=False,
     gguf_biases="",
     activations=("silu", "swish"),  # in delta layers too

@@ -50,8 +50,8 @@ def check_tapped(spec: ArchSpec, source: object) -> None:
         known = ", ".join(name for name, family in FAMILIES.items() if family.tapped)
         raise UserError(
             f"{source}: found a {spec.family} model; expected one of {known}, whose inner "
-            "states llama.cpp passes to a head of kdjax. Train a small model (kdjax draft "
-            "--kind=small), or a Qwen3.5's own block (--kind=mtp): docs/drafts.md."
+            "states llama.cpp passes to a head. Train a small model (kdjax draft --kind=small): "
+            "docs/drafts.md."
         )
 
 

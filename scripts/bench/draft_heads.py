@@ -36,6 +36,7 @@ from kdjax.data.sources import find_files
 from kdjax.models.decoding import Sampling
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
+from scripts.bench.program import peak_bytes
 from scripts.bench.synthetic import QWEN3_SHAPES, write_random_gguf
 
 _WORDS = Path(__file__).parents[1] / "demo" / "words.json"
@@ -79,7 +80,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--eagle", action="store_true", help="an EAGLE-3 head, of no --layers and no --rank")
     add("--rate", type=float, default=1e-3)
     add("--dtype", default="bfloat16", help="that the models compute in")
-    add("--judged", type=int, default=64, help="prompts of each domain")
+    add("--judged", type=int, default=64, help="prompts of each domain; 0: nothing is judged")
     add("--tiny", action="store_true", help="smallest sizes: a try on a CPU")
     args = parser.parse_args(argv)
     if args.tiny:
@@ -225,17 +226,19 @@ class Run:
             if number == known:  # compiled
                 jax.block_until_ready(state)
                 self.note("compiled", seconds=round(time.monotonic() - begun, 1))
-                begun, last = time.monotonic(), spent
+                begun, last, noted = time.monotonic(), spent, time.monotonic()
             sums = metrics if sums is None else sums + metrics
             if (number + 1) % 20 == 0:
                 means = {k: round(float(x), 4) for k, x in sums.means().items()}
                 spent, sums = last + time.monotonic() - begun, None
-                if (number + 1) % 200 == 0 or args.tiny:
-                    rate = (number + 1 - known) * args.rows * (rows.shape[1] - 1)
-                    rate /= time.monotonic() - begun
-                    self.note("train", step=number + 1, seconds=round(spent, 1),
-                              positions_a_second=round(rate), **means)  # fmt: skip
                 over = spent >= args.seconds or self.is_over()
+                if time.monotonic() - noted > 10 or over:
+                    noted = time.monotonic()
+                    each = (time.monotonic() - begun) / (number - known)  # the first was compiled
+                    rate = args.rows * (rows.shape[1] - 1) / each
+                    self.note("train", step=number + 1, seconds=round(spent, 1),
+                              step_ms=round(1e3 * each, 1), positions_a_second=round(rate),
+                              peak_gb=round(peak_bytes() / 1e9, 3), **means)  # fmt: skip
                 if over or time.monotonic() - saved > 120:
                     self._save(state, spent)
                     saved = time.monotonic()
@@ -270,7 +273,7 @@ class Run:
     def judge(self, head: Path) -> None:
         """Counts accepted drafts of the head in its file, on each target, domain and rule."""
         args = self.args
-        for path in (args.target, *args.judge):
+        for path in (args.target, *args.judge) if args.judged else ():
             model = self.target if path == args.target else self._load(path)
             draft = kdjax.load_head(head, model)
             for domain in ("code", "prose"):
