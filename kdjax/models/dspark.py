@@ -132,7 +132,7 @@ def spread_taps(layers: int, count: int = MOST_TAPS) -> tuple[int, ...]:
 def follow_sections(spec: ArchSpec, target: ArchSpec) -> ArchSpec:
     """A head's architecture for its target: if that has axes of images, the head rotates by time.
 
-    For a text the angles are the same. llama.cpp gives such a target's head positions of all axes.
+    For a text this changes no angle. llama.cpp rotates such a head by positions of several axes.
     """
     sections = (spec.head_dim // 2, 0, 0, 0) if target.rope_sections else ()
     return dataclasses.replace(spec, rope_sections=sections)

@@ -754,9 +754,16 @@ class _Tapped(_Drafting):
         return attach_head(shared, self.shape(student), self.shapes(student))
 
     def list_backward(self, spec: ArchSpec) -> ArchSpec:
-        """Returns the architecture of the head's layers, as often as a step runs them."""
-        own = self._shape_like(spec).spec
-        return dataclasses.replace(own, layers=own.layers[:1] * self._count_passes(spec))
+        """Returns the architecture with the layers of the head, which attend, without gates."""
+        attends = next(layer for layer in spec.layers if not layer.delta)
+        return dataclasses.replace(
+            spec,
+            layers=(attends,) * self._count_passes(spec),
+            gated=False,
+            delta_key_heads=0,
+            delta_value_heads=0,
+            drafts=0,
+        )
 
     def _shape_like(self, spec: ArchSpec) -> HeadShape:
         """The shape of a head for a target of this architecture."""
