@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import chex
@@ -31,7 +32,7 @@ from kdjax.formats.gguf import write_gguf
 from kdjax.formats.safetensors import write_folder
 from kdjax.formats.saved import saved_run
 from kdjax.models import decoder, names
-from kdjax.models.adapters import Lora, split_adapters
+from kdjax.models.adapters import Lora, join_adapters, split_adapters
 from kdjax.models.checkpoint import cut_layers, open_checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.decoding import count_slots
@@ -345,6 +346,31 @@ def test_adapters_reach_both_kinds_of_layers(path, model, targets, counts, narro
     for merged in ("merged.gguf", "merged"):
         found = kdjax.load(tmp_path / merged, dtype="float32").logits(ids)
         np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_of_both_kinds_of_layers_train_under_rounding(path, tmp_path):
+    """A step moves all of them; the file is the sum of base and adapters within half a step."""
+    teacher = kdjax.load(path, weights="packed", dtype="float32")
+    student = shake(kdjax.add_lora(teacher, rank=4), by=0.001)
+    loss, form = kdjax.KDLoss(kdjax.forward_kl, 1.0, 0.0), kdjax.Rounded("q8_0")
+    step = kdjax.make_step(student, teacher, loss, optax.adamw(1e-4), form=form)
+    state: Any = step.init(student.params)
+    ids = np.asarray([PROMPT[:33]])
+    state, _ = step(state, teacher.params, {"tokens": ids[:, :-1], "labels": ids[:, 1:]})
+    moved = join_adapters(split_adapters(student.params)[0], state.params)
+    before, after = (flatten_dict(split_adapters(x)[1]) for x in (student.params, moved))
+    assert {x[0] for x in after} == {"blocks", "deltas"}
+    assert all(np.any(np.asarray(x != before[name])) for name, x in after.items())
+    export_gguf(student.replace(params=step.pack(state)), tmp_path / "a.gguf")
+    made = flatten_dict(kdjax.load(tmp_path / "a.gguf", dtype="float32").params)
+    summed = flatten_dict(kdjax.merge_lora(student.replace(params=moved)).params)
+    rows = [path[:-1] for path in after if path[-1] == "a"]
+    assert ("deltas", "delta", "out", "weight") in rows
+    for name in rows:
+        wanted = np.asarray(summed[name], np.float64)
+        error = np.abs(np.asarray(made[name]) - wanted).max()
+        assert error < np.abs(wanted).max() / 100, name
 
 
 @needs_llama_cpp
