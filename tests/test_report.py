@@ -303,6 +303,13 @@ def test_what_forbids_a_comparison_is_said(tmp_path):
     )
 
 
+def test_the_loss_of_two_tokenizers_has_the_text_where_nothing_is_compared(tmp_path):
+    known = receipt() | {"two_tokenizers": {"shared_ids": 990}}
+    source = page.write_page([workdir(tmp_path / "a", WHOLE, known)]).read_text()
+    said = "0.3 · CE + 11.2 · KL at T = 4 where the teacher is compared, CE elsewhere. "
+    assert f"loss = {said}" in source
+
+
 def test_losses_that_do_not_compare_are_not_on_one_axis_without_a_word(tmp_path):
     one = workdir(tmp_path / "a", WHOLE, receipt())
     two = workdir(tmp_path / "b", WHOLE, receipt(loss_temperature=1.0))

@@ -217,6 +217,23 @@ def test_answers_are_compared_in_the_teachers_template_and_teach_nothing_alone(j
     assert metrics.means()["loss"] == 0 and metrics.means()["ce"] > 0
 
 
+@pytest.mark.slow
+def test_a_cache_of_conversations_trains_as_the_teacher_itself(job, tmp_path):
+    config, ends = copy.deepcopy(job.config), []
+    config.rollout.prompts = ""
+    for cache in ("", str(tmp_path / "cache")):
+        if cache:
+            cache_teacher(config, tmp_path / "cache", CachedHidden())
+        config.teacher.cache = cache
+        folder = tmp_path / f"from-{len(ends)}"
+        folder.mkdir()
+        ends.append(finish(copy.deepcopy(config), folder))
+    assert ends[0][3].curve() == ends[1][3].curve()
+    batch = ends[1][2].source.next({})
+    text = job.pair.teacher.tokenizer.decode(batch["teacher_tokens"][0].tolist())
+    assert "<|im_start|>assistant\n" in text and (batch["teacher_places"] >= 0).any()
+
+
 def spread(batch):
     """Its two rows, four times."""
     return {name: np.tile(x, (4, 1)) for name, x in batch.items()}

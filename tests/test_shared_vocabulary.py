@@ -384,7 +384,10 @@ def test_too_few_positions_stop_a_run(caplog):
     student, teacher = tokenizer("byte-level", 340), tokenizer("sentencepiece", 380)
     vocabulary = share_tokens(student, teacher, student.vocab_size, teacher.vocab_size)
     batch = pack(student.encode_batch(TEXTS), student, 64, np.random.default_rng(0))
-    vocabulary.sample([batch], allow_few=True)
+    with caplog.at_level("INFO", "kdjax"):
+        vocabulary.sample([batch], allow_few=True)
+    assert "% of positions are compared; masked: " in caplog.text
+    assert "weighs loss.alpha where compared, else 1" in caplog.text
     shares = vocabulary.record["positions"]
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["compared"] < 0.5

@@ -188,7 +188,8 @@ class SharedVocabulary(Vocabulary):
 
     def adapt(self, kind: TeacherKind, extra: object) -> TeacherKind:
         known = "" if type(kind) in _READS else f"a teacher of the kind {kind.name!r}"
-        self.refuse(known, "its predictions have ids and positions of one row")
+        one = "its predictions have ids and positions of one row, as cached hidden states have not"
+        self.refuse(known, one)
         self.refuse(extra and "losses of layers", "hidden states of two rows do not correspond")
         return Reread(kind, self.ids)
 
@@ -243,7 +244,10 @@ class SharedVocabulary(Vocabulary):
                 counts[name] += count
         total = max(sum(counts.values()), 1)
         self.shares.update({name: count / total for name, count in counts.items()})
-        _log.info("two tokenizers: %s", describe_shares(self.shares))
+        _log.info(
+            "two tokenizers: %s. The cross-entropy weighs loss.alpha where compared, else 1",
+            describe_shares(self.shares),
+        )
         if self.shares["compared"] < LEAST_COMPARED and not allow_few:
             raise UserError(
                 f"found two tokenizers that cut the text too differently: "

@@ -59,6 +59,8 @@ class RunRecord:
             if final not in (unchanged, first)
         ]
         kl = f"{(1 - alpha) * temperature**2:.4g} · {self.divergence}"
+        if self.receipt.get("two_tokenizers") and not self.without_teacher:
+            kl += " where the teacher is compared, CE elsewhere"
         if changing:  # so its values at two steps are of two losses
             kl += f", at the start: {' and '.join(changing)} at the end"
         return f"{alpha:g} · CE + {kl}"
