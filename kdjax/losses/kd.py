@@ -325,7 +325,7 @@ def kd_parts_and_gradient(
     sums = softmax_sums(student_logits, teacher_logits, temperature, shared, fused=fused)
     student_logits = mask_padding(student_logits, real)
     theirs = mask_padding(teacher_logits, shared)
-    ours = mask_padding(student_logits[..., : theirs.shape[-1]], shared)
+    ours = student_logits  # masked once more, its exponentials would be computed twice
     z, distance, their_peak = sums.teacher_soft, sums.distance, sums.teacher_peak
     assert z is not None and distance is not None and their_peak is not None
     # Both sides start from their own maximum, so what cancels here is of order 1, not 30.
@@ -335,6 +335,7 @@ def kd_parts_and_gradient(
     soft_peak, their_peak = jax.lax.optimization_barrier((sums.peak, their_peak))
     peak, total = soft_peak, sums.hard
     if shared < real:
+        ours = mask_padding(ours[..., : theirs.shape[-1]], shared)
         rest = softmax_sums(student_logits[..., shared:], None, 1.0, real - shared)
         peak = jax.lax.optimization_barrier(jnp.maximum(sums.peak, rest.peak))
         both = (sums.hard, sums.peak), (rest.hard, rest.peak)
