@@ -46,7 +46,7 @@ def test_half_are_answers_to_its_own_questions_and_a_stopped_call_goes_on(
         return real(self, prompts, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "generate", generate)
-    own.write(model, "m", batch_size=4)
+    own.write(model.checkpoint, lambda: model, batch_size=4)
     files = [tmp_path / f"own-{x}.jsonl" for x in ("documents", "questions", "answers")]
     texts = [file.read_text() for file in files]
     assert own.name_sources(model.checkpoint.tokenizer) == f"{files[0]},{files[2]},python:flax"
@@ -80,13 +80,14 @@ def test_half_are_answers_to_its_own_questions_and_a_stopped_call_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(answers.WrittenAnswers, "write", stop)
         with pytest.raises(KeyboardInterrupt):
-            own.write(model, "m", batch_size=4)
+            own.write(model.checkpoint, lambda: model, batch_size=4)
     asked.clear()
-    own.write(model, "m", batch_size=4)
+    own.write(model.checkpoint, lambda: model, batch_size=4)
     assert [file.read_text() for file in files] == texts
     assert len(asked) == 2  # documents alone
+    own.write(model.checkpoint, lambda: pytest.fail("loaded again"), batch_size=4)
     with pytest.raises(UserError, match="made with other own; expected the same"):
-        own._replace(texts=8).write(model, "m", batch_size=4)
+        own._replace(texts=8).write(model.checkpoint, lambda: model, batch_size=4)
 
 
 def test_without_a_template_all_texts_begin_a_document(model, tmp_path, monkeypatch):
@@ -94,6 +95,6 @@ def test_without_a_template_all_texts_begin_a_document(model, tmp_path, monkeypa
     tokenizer = dataclasses.replace(model.checkpoint.tokenizer, chat_template=None)
     monkeypatch.setitem(vars(model.checkpoint), "tokenizer", tokenizer)
     own = OwnText(tmp_path, 4, "")
-    own.write(model, "m", batch_size=4)
+    own.write(model.checkpoint, lambda: model, batch_size=4)
     (file,) = tmp_path.glob("own-*.jsonl")
     assert own.name_sources(tokenizer) == str(file) and len(file.read_text().splitlines()) > 1

@@ -22,7 +22,7 @@ from test_disk import no_file_beyond
 import kdjax
 from kdjax.commands import shrink
 from kdjax.errors import NOT_WRITTEN, MissingFileError, UserError
-from kdjax.evaluation import choice
+from kdjax.evaluation import choice, own_text
 from kdjax.evaluation import costs as measuring
 from kdjax.evaluation.choice import bound_bytes, choose_mixture, count_padded, list_types, solve
 from kdjax.evaluation.costs import (
@@ -32,6 +32,7 @@ from kdjax.evaluation.costs import (
     round_matrices,
     round_params,
 )
+from kdjax.evaluation.own_text import OwnText
 from kdjax.export import export_gguf
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.formats import open_table
@@ -507,6 +508,27 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
     flags = ["--bits=6", "--no-train", "--overwrite", f"--heldout={text}/a1*.py"]
     assert run(exact, text, tmp_path, *flags) == 2
     assert "found costs of rows" in capsys.readouterr().err and out.exists()
+
+
+@pytest.mark.slow
+def test_the_model_writes_the_text_that_own_stands_for(exact, text, tmp_path, capsys, monkeypatch):
+    """A plan writes nothing and counts it; the command reads it with the other sources, once."""
+    monkeypatch.setattr(shrink, "_RECIPES", ("q5_0",))
+    monkeypatch.setattr(own_text, "_LONGEST", 40)
+    flags = ["--like=q5_0", "--no-train", f"--text=own:6,{text}"]
+    assert run(exact, text, tmp_path, *flags, "--plan") == 0
+    assert "self-generated text: at most 624 ids\n" in capsys.readouterr().out  # 6 x (40 + 128 / 2)
+    assert not (tmp_path / "small.shrink").exists()
+    seen, real = [], shrink.prepare
+    monkeypatch.setattr(shrink, "prepare", lambda data, *x: (seen.append(data), real(data, *x))[1])
+    assert run(exact, text, tmp_path, *flags) == 0
+    files = sorted((tmp_path / "small.shrink").glob("own-*.jsonl"))
+    read = [str(file) for file in files if "questions" not in file.name]
+    assert sorted(seen[-1].train.split(",")) == sorted([*read, str(text)]) and len(read) in (1, 2)
+    assert f"on text of `own:6,{text}`" in (tmp_path / "small.md").read_text()
+    monkeypatch.setattr(OwnText, "write", lambda *_: None)  # the files are read as they are
+    assert run(exact, text, tmp_path, *flags, "--overwrite") == 0
+    assert seen[-1] == seen[-2]
 
 
 def test_a_head_that_repeats_the_embedding_is_counted_once(exact, text, tmp_path, capsys):

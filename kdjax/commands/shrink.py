@@ -473,8 +473,11 @@ def _write_own(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     placement = Placement.on(make_local_mesh(1))
     on_cpu = placement.platform == "cpu"
     weights, dtype = ("dense", "float32") if on_cpu else ("packed", "bfloat16")
-    model = load_model(checkpoint, placement=placement, weights=weights, dtype=dtype)
-    args.own.write(model, checkpoint.sha256, _SLOTS[placement.platform])
+
+    def load() -> Model:
+        return load_model(checkpoint, placement=placement, weights=weights, dtype=dtype)
+
+    args.own.write(checkpoint, load, _SLOTS[placement.platform])
     args.sources = args.own.name_sources(checkpoint.tokenizer)
 
 

@@ -5,10 +5,11 @@ begins, and answers its question (Magpie: Xu et al. 2024, arXiv:2406.08464). The
 as any document does, from BOS. Where there is no template all do.
 """
 
+import functools
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from kdjax.data.conversations import Conversation
 from kdjax.data.sources import split_sources
 from kdjax.errors import UserError
 from kdjax.evaluation.answers import PromptRecord, WrittenAnswers, group
+from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoding import Sampling, find_room
 from kdjax.models.model import Model
 from kdjax.models.tokenizer import Tokenizer
@@ -76,23 +78,22 @@ class OwnText(NamedTuple):
     def _answers(self) -> Path:
         return self.folder / "own-answers.jsonl"
 
-    def write(self, model: Model, sha256: str, batch_size: int) -> None:
-        """Writes the files, or goes on; `sha256` is the model's.
+    def write(self, checkpoint: Checkpoint, load: Callable[[], Model], batch_size: int) -> None:
+        """Writes the files, or goes on; loads the checkpoint's model by `load` if one is missing.
 
         Raises `UserError` for files of another model or number of texts.
         """
-        assert model.checkpoint is not None
-        tokenizer, made_by = model.checkpoint.tokenizer, {"MODEL": sha256, "own": self.texts}
+        tokenizer = checkpoint.tokenizer
         begin = PromptRecord(tuple(_begin_document(tokenizer)))
         turn, chats = _begin_turn(tokenizer), 0
+        parts = _Parts(checkpoint, functools.cache(load), batch_size, self.texts)
         if turn:
             chats = self.texts // 2
             opened = PromptRecord(tuple(tokenizer.encode(turn)))
-            _write(self._questions, [opened] * chats, model, made_by, batch_size, _QUESTION, 1)
+            parts.write(self._questions, [opened] * chats, _QUESTION, 1)
             asked = list(_read_questions(self._questions, tokenizer))
-            _write(self._answers, asked, model, made_by, batch_size, _LONGEST, 2)
-        documents = [begin] * (self.texts - chats)
-        _write(self._documents, documents, model, made_by, batch_size, _LONGEST, 3)
+            parts.write(self._answers, asked, _LONGEST, 2)
+        parts.write(self._documents, [begin] * (self.texts - chats), _LONGEST, 3)
 
 
 def _begin_document(tokenizer: Tokenizer) -> list[int]:
@@ -119,23 +120,23 @@ def _read_questions(file: Path, tokenizer: Tokenizer) -> Iterable[PromptRecord]:
         yield PromptRecord(tuple(ids), chat)
 
 
-def _write(
-    out: Path,
-    prompts: Sequence[PromptRecord],
-    model: Model,
-    made_by: dict[str, str | int],
-    batch_size: int,
-    most: int,
-    seed: int,
-) -> None:
-    """Writes at most `most` ids after each prompt; a stopped call goes on after the last group."""
-    assert model.checkpoint is not None
-    tokenizer, answers = model.checkpoint.tokenizer, WrittenAnswers(out, made_by)
-    positions = model.checkpoint.spec.max_positions
-    prompts = [prompt for prompt in prompts if 2 * len(prompt.ids) <= positions]
-    most = min(most, positions // 2)
-    sampling = Sampling(most, 1.0, 1.0, seed=seed, stop_ids=tokenizer.stop_ids)
-    room = find_room([len(prompt.ids) for prompt in prompts], most)
-    for part in group(prompts[answers.asked :], batch_size, 1):
-        answers.write(part, model, sampling, batch_size=batch_size, room=room)
-        _log.info("%s: %s", out, answers.describe(len(prompts)))
+class _Parts(NamedTuple):
+    """Writes the files of one model."""
+
+    checkpoint: Checkpoint
+    load: Callable[[], Model]
+    batch_size: int
+    texts: int
+
+    def write(self, out: Path, prompts: Sequence[PromptRecord], most: int, seed: int) -> None:
+        """Writes at most `most` ids after each prompt; goes on after the last group of a call."""
+        spec, stop_ids = self.checkpoint.spec, self.checkpoint.tokenizer.stop_ids
+        answers = WrittenAnswers(out, {"MODEL": self.checkpoint.sha256, "own": self.texts})
+        prompts = [prompt for prompt in prompts if 2 * len(prompt.ids) <= spec.max_positions]
+        most = min(most, spec.max_positions // 2)
+        sampling = Sampling(most, 1.0, 1.0, seed=seed, stop_ids=stop_ids)
+        room = find_room([len(prompt.ids) for prompt in prompts], most)
+        for part in group(prompts[answers.asked :], self.batch_size, 1):
+            size = self.batch_size
+            answers.write(part, self.load(), sampling, batch_size=size, room=room)
+            _log.info("%s: %s", out, answers.describe(len(prompts)))
