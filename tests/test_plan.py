@@ -490,6 +490,17 @@ def test_a_block_that_drafts_is_planned_as_xla_counts(pairs, shape, divergence, 
     assert made.peak / 1e9 == pytest.approx(total, rel=0.05)
 
 
+def test_a_head_of_a_9b_is_planned_as_an_h200_measured(pairs):
+    """33.868 GB: docs/records/2026-11-29-dspark-qwen35-9b-h200.md."""
+    config = config_of(48, 384, remat="none", chunk=2048)
+    named = {"teacher.path": SELF, "student.block": DSPARK, "student.dspark.rank": 128}
+    set_fields(config, named | {"loss.divergence": "total_variation", "loss.alpha": 0.1})
+    model = open_header(SHAPES["qwen3.5-9b"])
+    pair = Pair(model, model, pairs["7b"].tokenizer, Vocabulary(248320, 248049))
+    made = plan.make_plan(config, pair, make_local_mesh(1), H200, KINDS["packed"])
+    assert made.peak / 1e9 == pytest.approx(33.868, rel=0.02)
+
+
 LATER = {"student.block": EAGLE3, "student.later_drafts": "0.8,0.64"}
 
 
@@ -502,10 +513,15 @@ LATER = {"student.block": EAGLE3, "student.later_drafts": "0.8,0.64"}
         ("tiny-teacher", LATER | {"loss.chunk_tokens": 128}),
         ("tiny-teacher", LATER | {"student.draft_ids": 2048}),
         ("tiny-teacher", {"student.block": EAGLE3}),
+        ("tiny-teacher", {"student.block": DSPARK, "loss.chunk_tokens": 2048}),
+        ("tiny-teacher", LATER | {"loss.chunk_tokens": 2048}),
         ("tiny-delta-teacher", {"student.block": DSPARK, "student.dspark.rank": 64}),
         ("tiny-delta-experts", LATER),
     ],
-    ids=[DSPARK, EAGLE3, "small chunks", "some ids", "one draft", "qwen35", "qwen35moe"],
+    ids=[
+        *(DSPARK, EAGLE3, "small chunks", "some ids", "one draft"),
+        *("one chunk", "one chunk of drafts", "qwen35", "qwen35moe"),
+    ],
 )
 def test_a_head_that_drafts_is_planned_as_xla_counts(pairs, tmp_path, shape, head):
     """By XLA's account of the step, compiled for shapes, on a CPU; the target's arrays are one.

@@ -315,7 +315,7 @@ class Form:
         """Bytes a position of the backward pass of attention; `usual` are a student's."""
         return usual
 
-    def count_scores(self, spec: ArchSpec, length: int) -> Size:
+    def count_scores(self, spec: ArchSpec, length: int, *, on_cpu: bool) -> Size:
         """Bytes a position of scores that wait for the backward pass during the loss: here none."""
         return 0
 
@@ -797,6 +797,7 @@ class DraftHead(_Tapped):
     asked: DSparkConfig | None = dataclasses.field(default=None, compare=False)  # a run's settings
 
     part: ClassVar[str] = HEAD
+    logit_bytes: ClassVar[int] = 8  # by XLA's account on a CPU
     functions: ClassVar[type[TappedFunctions]] = DSparkFunctions
     maker: ClassVar[str] = "kdjax.make_head"
 
@@ -868,9 +869,16 @@ class DraftHead(_Tapped):
 
         Rows of a single block keep the scores of each layer as well.
         """
-        layers = self._shape_like(spec).spec.num_layers
-        blocks = 1 + layers * (length <= QUERY_BLOCK)
-        return 4 * blocks * 4 * 2 * spec.num_heads * min(length, QUERY_BLOCK)
+        block = 4 * 4 * 2 * spec.num_heads * min(length, QUERY_BLOCK)
+        return block + self.count_scores(spec, length, on_cpu=True)
+
+    def count_scores(self, spec: ArchSpec, length: int, *, on_cpu: bool) -> Size:
+        """Counts each layer's scores four times, of rows of a single block, on a CPU.
+
+        On an H200 a plan without them was 0.1% below the peak, with them 20% above it.
+        """
+        layers = self._shape_like(spec).spec.num_layers * (length <= QUERY_BLOCK)
+        return on_cpu * 4 * layers * 4 * 2 * spec.num_heads * min(length, QUERY_BLOCK)
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """Counts the draft head both ways, and its unembedding; the target is the teacher."""
@@ -974,7 +982,7 @@ class DraftEagle(_Tapped):
         times = 4 + 3 * self._count_passes(spec) * (length <= QUERY_BLOCK)
         return 4 * times * spec.num_heads * min(length, QUERY_BLOCK)
 
-    def count_scores(self, spec: ArchSpec, length: int) -> Size:
+    def count_scores(self, spec: ArchSpec, length: int, *, on_cpu: bool) -> Size:
         """Counts each draft's scores four times, the last's three, of rows of a single block."""
         times = (4 * self._count_passes(spec) - 1) * (length <= QUERY_BLOCK)
         return 4 * times * spec.num_heads * min(length, QUERY_BLOCK)

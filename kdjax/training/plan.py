@@ -361,8 +361,12 @@ class _Temporaries:
         logits = 4 + self.kind.logit_bytes + made + (0 if alone else 4)
         student, form = self.pair.student.spec, self._form
         width = form.count_ids(self.pair.vocabulary.width)
-        parts = self._heads(positions, logits + form.logit_bytes, gradient=4, width=width)
-        scores = form.count_scores(student, self.config.data.seq_len)
+        logits += form.logit_bytes
+        if self.config.loss.chunk_tokens >= positions:
+            # XLA makes no loop of one chunk, and the logits of all losses lie in memory together.
+            logits *= 1 + len(form.later)
+        parts = self._heads(positions, logits, gradient=4, width=width)
+        scores = form.count_scores(student, self.config.data.seq_len, on_cpu=self._on_cpu)
         parts["scores of its attention"] = positions * scores / self._tensor
         if self._on_cpu:  # XLA holds them on a GPU too, where the other parts make up for it
             layers = 4 * student.num_layers * count_layer(student)
