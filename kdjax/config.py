@@ -105,7 +105,7 @@ class StudentConfig:
     remat: str = "auto"  # auto | none | dots | full: what the backward pass recomputes, for memory
     block: str = ""  # own | new (MTP) | dspark | eagle3: what to train, for teacher.path=self
     later_drafts: str = ""  # weights of a pass's drafts after the first, such as 0.6,0.35; "": none
-    draft_ids: int = 0  # ids that an eagle3 head drafts, the most frequent of the text; 0: all
+    draft_ids: int = 0  # most frequent ids that eagle3 drafts; a multiple of 128 is fast; 0: all
     dspark: DSparkConfig = field(default_factory=DSparkConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
