@@ -233,6 +233,7 @@ def test_a_new_setting_is_asked_for_everywhere_from_one_place(monkeypatch):
         student: Student = dataclasses.field(default_factory=Student)
 
     fake = types.SimpleNamespace(width=310, real=305, hidden_size=8, content_hash="")
+    fake.cache_settings = {}
     fake.spec = fake
     older, rounds = identify(Config(), {}), describe_answers(Config())
     monkeypatch.setattr(identity, "Config", Later)
