@@ -219,6 +219,22 @@ def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize(("checkpoints", "warns"), [(1.9, True), (2.1, False)])
+def test_a_checkpoint_that_takes_the_room_of_the_next_says_so(
+    checkpoints, warns, tmp_path, monkeypatch, caplog
+):
+    """The first of several; later ones take the room of those that they replace."""
+    state = TrainState(jnp.int32(5), {"weight": jnp.arange(250_000, dtype=jnp.float32)}, {})
+    usage = type("Usage", (), {"free": 1_000_004 * checkpoints, "total": 10**9})
+    monkeypatch.setattr("kdjax.training.saving.shutil.disk_usage", lambda _: usage)
+    with Checkpoints(tmp_path, 1) as store:
+        store.save(state, {})
+        assert ("the next needs 0.00" in caplog.text) == warns
+        caplog.clear()
+        store.save(state.replace(step=jnp.int32(6)), {})
+        assert not caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_the_command_on_a_full_disk_names_the_last_checkpoint_and_resumes(tiny_config, tmp_path):

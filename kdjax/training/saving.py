@@ -103,7 +103,7 @@ class Checkpoints:
             asynchronous = not on_cpu
         handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
         check_folder(workdir)
-        self._workdir = workdir
+        self._workdir, self._keep = workdir, keep
         self.best: Best | None = None  # a step that stays, in addition to the newest
         self._folder = (workdir / CHECKPOINTS).resolve()
         self._in_flight = False
@@ -139,6 +139,7 @@ class Checkpoints:
         self.wait()
         if (need := self.check_room(state)) >= _LARGE:
             _log.info("saving a checkpoint of %.2f GB", need / 1e9)
+        self._warn_of_next(need)
         run = run | {CHECKSUMS: checksums(state)}
         run[DIGEST] = record_digest(run)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
@@ -171,6 +172,16 @@ class Checkpoints:
                 "on another disk, and run the same command again."
             )
         return need
+
+    def _warn_of_next(self, need: int) -> None:
+        """Warns where this checkpoint takes the room of the next: no old one makes room for it."""
+        disk, keeps = shutil.disk_usage(self._folder), len(self._manager.all_steps()) < self._keep
+        if keeps and need <= disk.free < 2 * need:
+            _log.warning(
+                "%s: this checkpoint leaves %.2f GB of its disk, and the next needs %.2f: free some, "
+                "or what is trained from here on is lost",
+                *(self._folder, (disk.free - need) / 1e9, need / 1e9),
+            )
 
     def raise_failed(self) -> None:
         """Raises `WriteError` if a save that began in the background has failed since."""
