@@ -178,8 +178,8 @@ class Checkpoints:
         disk, keeps = shutil.disk_usage(self._folder), len(self._manager.all_steps()) < self._keep
         if keeps and need <= disk.free < 2 * need:
             _log.warning(
-                "%s: this checkpoint leaves %.2f GB of its disk, the next needs %.2f: free some, or "
-                "what is trained from here on is lost",
+                "%s: this checkpoint leaves %.2f GB of its disk, the next needs %.2f: free some, "
+                "or what is trained from here on is lost",
                 *(self._folder, (disk.free - need) / 1e9, need / 1e9),
             )
 
