@@ -62,12 +62,19 @@ def set_alone(config):
 
 
 @pytest.mark.parametrize("change", cases(set_packed, slow=[set_rounded, set_adapters, set_alone]))
-def test_a_run_takes_the_programs_and_trains_to_the_same_bits(change, tiny_config, tmp_path):
+def test_a_run_takes_the_programs_and_trains_to_the_same_bits(
+    change, tiny_config, tmp_path, caplog
+):
+    """Models are opened twice, and logged once."""
+    caplog.set_level("INFO", "kdjax")
     tiny_config.loss.temperature = 1.0
     change(tiny_config)
     ends = []
     for ahead in (True, False):
         job = assemble(tiny_config, tmp_path / str(ahead), ahead=ahead)
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == len(set(said)), said
+        caplog.clear()
         step, state = job.step, job.make_state()
         judged, batch = step.see(state), next(job.eval_batches())
         sums = step.sum_evaluation(judged, job.teacher_params, batch)

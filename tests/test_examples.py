@@ -59,20 +59,27 @@ def test_a_program_trains_and_leaves_its_files(name, tmp_path, capsys, monkeypat
 @pytest.mark.slow
 @needs_llama_cpp
 def test_the_notebook_runs_to_the_text_of_llama_cpp(tmp_path):
-    """Each evaluation is better than the one before; llama.cpp writes what kdjax does."""
+    """Each evaluation is better than the one before; llama.cpp writes what kdjax does.
+
+    A third of its steps: 24 s of a core less.
+    """
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("nbclient")
-    program = "import sys, nbclient, nbformat; notebook = nbformat.read(sys.argv[1], 4); "
+    notebook = nbformat.read(EXAMPLES / "demo.ipynb", 4)
+    (steps,) = [cell for cell in notebook.cells if "steps = 240" in cell.source]
+    steps.source = steps.source.replace("steps = 240", "steps = 80")
+    nbformat.write(notebook, tmp_path / "asked.ipynb")
+    program = "import nbclient, nbformat; notebook = nbformat.read('asked.ipynb', 4); "
     program += "nbclient.NotebookClient(notebook, timeout=600, kernel_name='python3').execute(); "
     program += "nbformat.write(notebook, 'made.ipynb')"
-    command = [sys.executable, "-c", program, str(EXAMPLES / "demo.ipynb")]
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     notebook = nbformat.read(tmp_path / "made.ipynb", 4)
     text = (tmp_path / "runs/notebook/metrics.jsonl").read_text()
     lines = [*map(json.loads, text.splitlines())]
     kls = [line["kl"] for line in lines if line["kind"] == "eval"]
-    assert len(kls) > 3 and kls == sorted(kls, reverse=True) and kls[-1] < 0.7 * kls[0]
+    assert len(kls) > 3 and kls == sorted(kls, reverse=True) and kls[-1] < 0.8 * kls[0]
     said = "".join(output["text"] for output in notebook.cells[-1].outputs if "text" in output)
     theirs, ours = said[said.index("llama.cpp:") :].split("kdjax:")
     theirs, ours = theirs.removeprefix("llama.cpp:").strip(), ours.strip()
