@@ -477,7 +477,7 @@ def _write_own(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     def load() -> Model:
         return load_model(checkpoint, placement=placement, weights=weights, dtype=dtype)
 
-    args.own.write(checkpoint, load, _SLOTS[placement.platform])
+    args.own.fill(placement.platform).write(checkpoint, load, _SLOTS[placement.platform])
     args.sources = args.own.name_sources(checkpoint.tokenizer)
 
 
@@ -576,9 +576,10 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         peak = devices.peak_flops and devices.peak_flops / devices.count
         minutes = f", about {flops / peak / _SHARE / 60:,.1f} minutes" if peak else ""
         if args.own is not None:
-            writing = args.own.count_ids() * spec.forward_flops(args.seq_len)
+            ids = args.own.fill(devices.platform).count_ids()
+            writing = ids * spec.forward_flops(args.seq_len)
             minutes = f" in about {writing / peak / _WRITING / 60:,.1f} minutes" if peak else ""
-            print(f"self-generated text: at most {args.own.count_ids():,} ids{minutes}")
+            print(f"self-generated text: at most {ids:,} ids{minutes}")
         print(f"{args.out}: at most {goal.nbytes / 1e6:,.1f} MB, compared with {recipe}")
         print(f"costs: {passes:,} passes of {positions:,} positions{minutes}")
         room = devices.memory_bytes

@@ -25,7 +25,7 @@ from kdjax.models.tokenizer import Tokenizer
 _log = logging.getLogger("kdjax")
 
 _WORD = re.compile(r"own(?::(\d+))?")
-_TEXTS = 4096  # texts that `own` stands for
+_TEXTS = {"cpu": 64, "gpu": 4096}  # texts that `own` stands for, by platform
 _LONGEST = 512  # ids of a text or an answer
 _QUESTION = 128  # ids of a user's turn
 _HERE = "\ue000"  # a message that no template has in its own words: where a turn begins
@@ -35,7 +35,7 @@ class OwnText(NamedTuple):
     """Files of a model's own writing, in a folder, and the sources that are read with them."""
 
     folder: Path
-    texts: int
+    texts: int  # 0: as many as suit the platform, by `fill`
     others: str  # as for `data.train`; "": none
 
     @classmethod
@@ -50,12 +50,16 @@ class OwnText(NamedTuple):
             return None
         found = _WORD.fullmatch(words[-1])
         assert found is not None
-        texts = int(found[1] or _TEXTS)
-        if texts < 2:
+        texts = int(found[1] or 0)
+        if found[1] and texts < 2:
             raise UserError(f"found {words[-1]}; expected 2 texts or more, such as own:64.")
         rest = [path for path in paths if path not in words]
         python = [f"python:{','.join(packages)}"] if packages else []
         return cls(folder, texts, ",".join(rest + python))
+
+    def fill(self, platform: str) -> "OwnText":
+        """Chooses the number of texts by the platform, `cpu` or `gpu`, if the word names none."""
+        return self if self.texts else self._replace(texts=_TEXTS[platform])
 
     def name_sources(self, tokenizer: Tokenizer) -> str:
         """The files and the other sources, as for `data.train`."""
