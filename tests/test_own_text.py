@@ -37,7 +37,7 @@ def test_half_are_answers_to_its_own_questions_and_a_stopped_call_goes_on(
     model, tmp_path, monkeypatch
 ):
     """Each file is drawn from prompts that end where a document, a turn or an answer begins."""
-    for name, length in (("_LONGEST", 12), ("_QUESTION", 6)):
+    for name, length in (("LONGEST", 12), ("QUESTION", 6)):
         monkeypatch.setattr(own_text, name, length)
     monkeypatch.setattr(answers, "_CALLS", 1)
     own, asked = OwnText(tmp_path, 12, "python:flax"), []
@@ -93,7 +93,7 @@ def test_half_are_answers_to_its_own_questions_and_a_stopped_call_goes_on(
 
 
 def test_without_a_template_all_texts_begin_a_document(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(own_text, "_LONGEST", 12)
+    monkeypatch.setattr(own_text, "LONGEST", 12)
     tokenizer = dataclasses.replace(model.checkpoint.tokenizer, chat_template=None)
     monkeypatch.setitem(vars(model.checkpoint), "tokenizer", tokenizer)
     own = OwnText(tmp_path, 4, "")

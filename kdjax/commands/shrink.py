@@ -42,7 +42,7 @@ from kdjax.commands.plan import add_machine_flags, find_machine, print_plan, sur
 from kdjax.config import SELF, Config, validate
 from kdjax.data.pipeline import TextSource, eval_batches
 from kdjax.data.rows import RowSet
-from kdjax.device import cluster
+from kdjax.device import cluster, runtime
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_local_mesh
 from kdjax.errors import BAD_INPUT, FINISHED, INTERRUPTED, NOT_FINITE, UserError, reporting
@@ -55,7 +55,7 @@ from kdjax.evaluation.costs import (
     read_costs,
     round_params,
 )
-from kdjax.evaluation.own_text import OwnText
+from kdjax.evaluation.own_text import LONGEST, QUESTION, OwnText
 from kdjax.export import export_gguf
 from kdjax.export.card import begin_card, show_bound
 from kdjax.export.formats import count_gguf_bytes
@@ -69,6 +69,7 @@ from kdjax.models import gptq
 from kdjax.models.adapters import choose_lora
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step, tie_head
+from kdjax.models.decoding import count_slots
 from kdjax.models.importance import sum_squares
 from kdjax.models.loading import count_parameters
 from kdjax.models.mixture import Mixture, list_matrices
@@ -89,7 +90,8 @@ _FACTORS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
 _FEW_BITS, _FEW_RATE, _RATE = 3.6, 2e-5, 1e-5
 _SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
 _WRITING = 0.1  # of that peak, while a model writes
-_SLOTS = {"cpu": 16, "gpu": 256}  # texts that are written at a time
+_SLOTS = {"cpu": 16, "gpu": 256}  # texts that are written at a time, at most
+_FULL = 0.8  # of a device, which what is not counted may fill
 _STACKS = 5  # of one parameter that costs have in memory: rounded, and exchanged in four trees
 _RANK = 64  # of adapters, where the masters of a training do not fit
 _READ = 64  # rows that importance and GPTQ read
@@ -466,6 +468,18 @@ def _choose_rank(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
     return _RANK
 
 
+def _fit_slots(spec: ArchSpec, devices: runtime.Devices) -> int:
+    """Texts that are written at a time: as many as the device has room for next to the weights."""
+    size = 4 if devices.platform == "cpu" else 2
+    room, weights = devices.memory_bytes or math.inf, size * count_parameters(spec)
+    for halvings in range(6):
+        slots = _SLOTS[devices.platform] >> halvings
+        parts = count_slots(spec, size, slots, 2 * QUESTION, LONGEST, kernel=False)
+        if weights + sum(parts.values()) <= _FULL * room:
+            break
+    return max(slots, 1)
+
+
 def _write_own(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     """Lets the model write the text that `own` among --text stands for, or goes on."""
     if args.own is None:
@@ -477,7 +491,8 @@ def _write_own(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     def load() -> Model:
         return load_model(checkpoint, placement=placement, weights=weights, dtype=dtype)
 
-    args.own.fill(placement.platform).write(checkpoint, load, _SLOTS[placement.platform])
+    slots = _fit_slots(checkpoint.spec, runtime.device_summary())
+    args.own.fill(placement.platform).write(checkpoint, load, slots)
     args.sources = args.own.name_sources(checkpoint.tokenizer)
 
 
@@ -578,8 +593,8 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         if args.own is not None:
             ids = args.own.fill(devices.platform).count_ids()
             writing = ids * spec.forward_flops(args.seq_len)
-            minutes = f" in about {writing / peak / _WRITING / 60:,.1f} minutes" if peak else ""
-            print(f"self-generated text: at most {ids:,} ids{minutes}")
+            took = f" in about {writing / peak / _WRITING / 60:,.1f} minutes" if peak else ""
+            print(f"self-generated text: at most {ids:,} ids{took}")
         print(f"{args.out}: at most {goal.nbytes / 1e6:,.1f} MB, compared with {recipe}")
         print(f"costs: {passes:,} passes of {positions:,} positions{minutes}")
         room = devices.memory_bytes

@@ -26,8 +26,8 @@ _log = logging.getLogger("kdjax")
 
 _WORD = re.compile(r"own(?::(\d+))?")
 _TEXTS = {"cpu": 64, "gpu": 4096}  # texts that `own` stands for, by platform
-_LONGEST = 512  # ids of a text or an answer
-_QUESTION = 128  # ids of a user's turn
+LONGEST = 512  # ids of a text or an answer
+QUESTION = 128  # ids of a user's turn
 _HERE = "\ue000"  # a message that no template has in its own words: where a turn begins
 
 
@@ -68,7 +68,7 @@ class OwnText(NamedTuple):
 
     def count_ids(self) -> int:
         """Ids that are written at most."""
-        return self.texts * (_LONGEST + _QUESTION // 2)
+        return self.texts * (LONGEST + QUESTION // 2)
 
     @property
     def _documents(self) -> Path:
@@ -94,10 +94,10 @@ class OwnText(NamedTuple):
         if turn:
             chats = self.texts // 2
             opened = PromptRecord(tuple(tokenizer.encode(turn)))
-            parts.write(self._questions, [opened] * chats, _QUESTION, 1)
+            parts.write(self._questions, [opened] * chats, QUESTION, 1)
             asked = list(_read_questions(self._questions, tokenizer))
-            parts.write(self._answers, asked, _LONGEST, 2)
-        parts.write(self._documents, [begin] * (self.texts - chats), _LONGEST, 3)
+            parts.write(self._answers, asked, LONGEST, 2)
+        parts.write(self._documents, [begin] * (self.texts - chats), LONGEST, 3)
 
 
 def _begin_document(tokenizer: Tokenizer) -> list[int]:
