@@ -6,6 +6,7 @@ in its place of the stack. The measured costs are a JSON file, from which `evalu
 chooses types.
 """
 
+import collections
 import functools
 import hashlib
 import json
@@ -60,7 +61,7 @@ class Figures(NamedTuple):
 
 
 class Comparison:
-    """Compares other parameters of a model with the model's, on rows of text, in one program.
+    """Compares other parameters of a model with the model's, on rows of text, layer by layer.
 
     The model's hidden states are computed once. float32 products are as the backend makes them:
     TF32 on a GPU.
@@ -73,29 +74,24 @@ class Comparison:
         self.model, functions = model, model.functions
         assert isinstance(functions, DecoderFunctions)
         self.spec = HeadSpec(KDLoss(), model.vocab_size, model.real_vocab, _CHUNK)
-        self._hidden = jax.jit(functions.hidden)
-        self._head = jax.block_until_ready(jax.jit(functions.head)(model.params))
-        self._states = [self._hidden(model.params, *batch[:3]) for batch in self._batches]
-        self._embed = jax.jit(functions.embed_tokens)
+        self._embed, self._finish, self._find_head = map(
+            jax.jit, (functions.embed_tokens, functions.finish, functions.head)
+        )
+        self._head = jax.block_until_ready(self._find_head(model.params))
         self._inputs: list[list[Array]] = []  # of each layer and batch, once some layer is first
+        self._states = [self._finish(model.params, x) for x in self._run(model.params)]
         self._count = sum(float(batch[3].sum()) for batch in self._batches)
         if not self._count:
             raise UserError("the text has no position to compare at: give longer documents.")
 
-        def judge(hidden: Array, head: Array, state: Array, own: Array, weights: Array) -> Array:
-            sides = (hidden, head), (state, own)
+        def compare(
+            params: Params, x: Array, head: Array, state: Array, own: Array, weights: Array
+        ) -> Array:
+            sides = (functions.finish(params, x), head), (state, own)
             figures = read_positions(_compare, sides, weights, spec=self.spec)
             return jnp.stack([jnp.sum(x * weights) for x in figures])
 
-        def compare(params: Params, state: Array, own: Array, *batch: Array) -> Array:
-            hidden = functions.hidden(params, *batch[:3])
-            return judge(hidden, functions.head(params), state, own, batch[3])
-
-        def compare_last(params: Params, x: Array, y: Array, own: Array, weights: Array) -> Array:
-            hidden, state = (functions.finish(params, z) for z in (x, y))
-            return judge(hidden, own, state, own, weights)
-
-        self._compare, self._compare_last = jax.jit(compare), jax.jit(compare_last)
+        self._compare = jax.jit(compare)
 
     def measure(self, params: Params) -> Figures:
         """Returns the figures of parameters of the model's shapes."""
@@ -104,25 +100,31 @@ class Comparison:
     def start(self, params: Params, first: int | None = None) -> list[Array]:
         """Dispatches the comparison; `read` waits for it.
 
-        `first` is the first layer that differs from the model's, where embedding, head and norm are
-        the model's and all parameters are numbers: what comes before it is not computed again.
+        All parameters are numbers. `first` is the first layer that differs from the model's, where
+        embedding, head and norm are the model's: what comes before it is not computed again.
         """
         if first is None:
-            pairs = zip(self._states, self._batches, strict=True)
-            return [self._compare(params, state, self._head, *batch) for state, batch in pairs]
-        if not self._inputs:
-            begin = [self._embed(self.model.params, batch[0]) for batch in self._batches]
-            self._inputs = [begin, *self._walk(self.model.params, 0, begin)]
-        last = self._inputs[first]
-        for states in self._walk(params, first, last):
-            last = states
-        both = zip(last, self._inputs[-1], self._batches, strict=True)
-        return [self._compare_last(params, x, y, self._head, batch[3]) for x, y, batch in both]
+            last, head = self._run(params), self._find_head(params)
+        else:
+            if not self._inputs:
+                self._inputs = list(self._walk(self.model.params))
+            last, head = self._run(params, first), self._head
+        rest = zip(last, self._states, self._batches, strict=True)
+        return [self._compare(params, x, head, y, self._head, batch[3]) for x, y, batch in rest]
 
-    def _walk(self, params: Params, first: int, states: list[Array]) -> Iterator[list[Array]]:
-        """The outputs of the layers from `first` on, which reads `states`."""
+    def _run(self, params: Params, first: int = 0) -> list[Array]:
+        """The last layer's output."""
+        return collections.deque(self._walk(params, first), maxlen=1)[0]
+
+    def _walk(self, params: Params, first: int = 0) -> Iterator[list[Array]]:
+        """The input of a layer, and the outputs of it and of those after it, of each batch."""
         spec = self.model.spec
         assert spec is not None
+        if first:
+            states = self._inputs[first]
+        else:
+            states = [self._embed(params, batch[0]) for batch in self._batches]
+        yield states
         for index in range(first, spec.num_layers):
             alone, place = cut_layer(self.model, index), find_place(spec, index)
             pairs = zip(states, self._batches, strict=True)
