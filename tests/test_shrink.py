@@ -644,7 +644,7 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     export_gguf(twice, exact / "student.gguf", overwrite=True)
     assert "output.weight" in open_table(exact / "student.gguf")
     monkeypatch.setattr(shrink, "_RECIPES", ("q4_0", "q5_0", "q8_0"))
-    flags = ["--like=q4_0", "--steps=6"]
+    flags = ["--like=q4_0", "--steps=7"]
     with monkeypatch.context() as patch:
         real = shrink.write_start
 
@@ -669,7 +669,9 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     (start,), (receipt,) = (
         sorted((tmp_path / "small.shrink").glob(x)) for x in ("*.npz", "run-*/receipt.json")
     )
-    assert json.loads(receipt.read_text())["config"]["student"]["start"] == str(start)
+    config = json.loads(receipt.read_text())["config"]
+    assert config["student"]["start"] == str(start)
+    assert config["checkpoint"]["every"] == 3  # saved at 3, 6 and 7, each as large as the model
     names = re.findall(r"^\| (.+?) \| [\d.]+ \|", said, re.M)
     untrained = [f"{x}, with importance" for x in ("q4_0", "chosen types")]
     assert names == [*untrained, "small.gguf, trained"]

@@ -234,12 +234,17 @@ def _make_config(
     config.train.steps, config.train.batch_size = args.steps, args.batch_size
     config.train.microbatches = args.microbatches
     config.optim.warmup_steps = max(0, min(20, args.steps - 1))
-    config.eval.every = config.checkpoint.every = max(1, args.steps // 3)
+    _evaluate_in_thirds(config)
     config.eval.samples = 0
     platform = args.machine.summary.platform if args.machine else jax.default_backend()
     if platform == "cpu":
         config.train.compute_dtype = config.teacher.param_dtype = "float32"
     return config
+
+
+def _evaluate_in_thirds(config: Config) -> None:
+    """Evaluates and saves after each third of the steps; the last third ends with the last step."""
+    config.eval.every = config.checkpoint.every = math.ceil(config.train.steps / 3)
 
 
 class _Work:
@@ -388,7 +393,7 @@ class _Work:
         step = json.loads(pace.read_text())["step"]
         config.train.steps = max(1, int(self.args.seconds / step))
         config.optim.warmup_steps = max(0, min(20, config.train.steps - 1))
-        config.eval.every = config.checkpoint.every = max(1, config.train.steps // 3)
+        _evaluate_in_thirds(config)
         _log.info("%d steps of %.2f s fit into --seconds", config.train.steps, step)
 
 
