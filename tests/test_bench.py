@@ -350,6 +350,20 @@ def test_arms_that_have_a_line_are_not_run_again_and_one_that_fails_is_passed_ov
     assert '"failed": "division by zero"' in capsys.readouterr().out
 
 
+def test_each_way_to_ask_a_teacher_is_an_arm_with_a_name():
+    """Arms of one name are one line of the results: the second would not be run."""
+    asked = dict(teachers=["dense", "cached"], peers=["gold"], alphas=[0.2, 0.4], rates=[1e-4])
+    options = types.SimpleNamespace(**asked, seeds=2, toy=False, steps=0, curve=0, seconds=9.0)
+    arms = list(vocabularies.list_arms(options, ["a.gguf"]))
+    assert len({arm.name for arm in arms}) == len(arms) == 2 * (2 * 3 + 1)
+    assert [arm.kind for arm in arms[:3]] == [
+        "dense, alpha 0.2",
+        "cached, alpha 0.2",
+        "gold, alpha 0.2",
+    ]
+    assert [arm.kind for arm in arms if arm.alpha == 1] == ["text"] * 2
+
+
 def test_scripts_have_the_parser_of_a_run(monkeypatch, capsys):
     """No command of kdjax, they ended with a KeyError."""
     monkeypatch.setattr("sys.argv", ["vocabularies", "--help"])
