@@ -442,7 +442,12 @@ def test_sizes_that_no_file_can_have_are_refused(exact, text, tmp_path, capsys, 
     for flag, message in (
         ("--size=10kB", r"size of [\d.,-]+ MB; the smallest mixture of types .* has [\d.]+ MB"),
         ("--size=900MB", r"size of 900.0 MB; the source .* has [\d.]+ MB, which is no larger"),
+        ("--size=-5MB", "--size=-5MB: expected a size above 0"),
+        (f"--size={'9' * 400}", "expected a size above 0"),
         ("--like=q9", "found --like=q9"),
+        ("--bits=nan", "argument --bits: found 'nan'; expected a finite number"),
+        ("--bits=inf", "argument --bits: found 'inf'; expected a finite number"),
+        ("--bits=x", "argument --bits: found 'x'; expected a finite number"),
     ):
         assert run(exact, text, tmp_path, flag) == 2
         assert re.search(message, capsys.readouterr().err), flag
@@ -459,6 +464,24 @@ def test_sizes_that_no_file_can_have_are_refused(exact, text, tmp_path, capsys, 
     )
     assert "\nmemory of importance, costs and GPTQ: about 0.0 GB" in said
     assert not (tmp_path / "small.shrink").exists()
+
+
+def test_what_would_fail_late_is_refused_before_a_model_is_read(
+    exact, text, tmp_path, capsys, monkeypatch
+):
+    """A file that would replace its source, costs that are not there, rows beyond the context."""
+    monkeypatch.setattr(shrink, "started", lambda *_, **__: pytest.fail("started"))
+    source = exact / "student.gguf"
+    before = source.read_bytes()
+    for flags, message in (
+        ([f"--out={source}", "--overwrite"], f"error: {source} is the model that is read"),
+        ([f"--costs={tmp_path}/none.json"], "none.json: No such file"),
+        (["--seq-len=99999"], "--seq-len=99999: the model has "),
+    ):
+        assert run(exact, text, tmp_path, "--bits=6", *flags) == 2
+        said = capsys.readouterr().err
+        assert message in said and len(said.splitlines()) == 1
+    assert source.read_bytes() == before
 
 
 @pytest.mark.parametrize("plan", [(), ("--plan",)], ids=["file", "plan"])
@@ -509,6 +532,9 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
             float(rows[2][1]) - float(rows[0][1]), abs=1e-4
         )
     assert json.loads((work / "costs.json").read_text())["model"] == source.sha256
+    flags = ["--like=q5_0", "--no-train", "--overwrite", f"--text={text}/a1*.py"]
+    assert run(exact, text, tmp_path, *flags) == 2
+    assert "found costs of importance" in capsys.readouterr().err
     monkeypatch.setattr(shrink, "measure_costs", lambda *_: pytest.fail("measured again"))
     monkeypatch.setattr(shrink, "sum_squares", lambda *_: pytest.fail("measured again"))
     assert run(exact, text, tmp_path, "--like=q5_0", "--no-train") == 2

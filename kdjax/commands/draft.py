@@ -52,7 +52,7 @@ from kdjax.evaluation.target import Target, open_target
 from kdjax.export import export_gguf
 from kdjax.export.formats import GGUF_TYPES
 from kdjax.export.heads import HEAD_TYPES, export_head
-from kdjax.export.staging import check_target, stage
+from kdjax.export.staging import check_sources, check_target, stage
 from kdjax.formats import open_table
 from kdjax.formats.blocks import ENCODED
 from kdjax.formats.files import make_place
@@ -302,6 +302,7 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
     if args.learning_rate is None:
         args.learning_rate = kind.rate
     kind.check_flags(args)
+    check_sources(args.out, [_served(args), args.draft])
     if not args.plan:  # a plan reads headers alone
         kind.check_models(args)
     config = override(_make_config(args), rest, parser)

@@ -170,7 +170,7 @@ def check(args: argparse.Namespace) -> Request:
         )
     if args.draft and args.parse_special:
         raise UserError("--parse-special has no meaning with --draft: leave it out.")
-    if args.cost_ratio is not None and not (args.draft and 0 < args.cost_ratio < math.inf):
+    if args.cost_ratio is not None and not (args.draft and args.cost_ratio > 0):
         raise UserError(
             f"--cost-ratio={args.cost_ratio:g} must be a number above 0, and needs --draft."
         )

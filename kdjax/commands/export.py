@@ -32,7 +32,7 @@ from kdjax.export.card import model_card
 from kdjax.export.check import ExportSummary
 from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
 from kdjax.export.heads import export_head
-from kdjax.export.staging import check_target
+from kdjax.export.staging import check_sources, check_target
 from kdjax.formats.safetensors import is_model_folder
 from kdjax.formats.saved import RECEIPT, SavedTable, find_head, read_receipt, saved_run
 from kdjax.models.checkpoint import (
@@ -120,8 +120,10 @@ def export(args: argparse.Namespace) -> ExportSummary | str:
     out = Path(args.out)
     check_target(out, folder=args.format in ("hf", "peft"), overwrite=args.overwrite)
     if is_head(Path(args.model)):
+        check_sources(out, [args.model])
         return _export_head(args, _open_head(args))
     checkpoint, receipt = _open(args)
+    check_sources(out, checkpoint.table.paths)
     if (saved := checkpoint.saved) and find_head(SavedTable(saved.workdir, saved.step).form):
         return _export_head(args, load_saved_head(read_model(checkpoint)))
     kept = isinstance(checkpoint.table, SavedTable) and checkpoint.table.form.get("quantize")

@@ -12,13 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
-from kdjax.commands.parsing import Parser, add_fields_flag, check_least, log_to_terminal
+from kdjax.commands.parsing import (
+    Parser,
+    add_fields_flag,
+    check_least,
+    check_seq_len,
+    log_to_terminal,
+)
 from kdjax.data.fields import Fields
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation.heldout import read_text
 from kdjax.evaluation.target import open_target
-from kdjax.export.staging import check_target
+from kdjax.export.staging import check_sources, check_target
 from kdjax.formats.files import make_place
 from kdjax.formats.imatrix import write_importance
 from kdjax.models.importance import sum_squares
@@ -48,12 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     log_to_terminal()
     runtime.configure(lean=True)
     target = open_target(args.model)
-    if args.out.exists() and any(args.out.samefile(path) for path in target.checkpoint.table.paths):
-        raise UserError(
-            f"{args.out} is the model's own file; expected another. Name another --out."
-        )
-    if args.seq_len > (most := target.checkpoint.spec.max_positions):
-        raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
+    check_sources(args.out, target.checkpoint.table.paths)
+    check_seq_len(args, target.checkpoint)
     tokenizer = target.checkpoint.tokenizer
     sizes = {"rows": args.rows, "seq_len": args.seq_len}
     text = read_text(args.data, tokenizer, **sizes, fields=Fields.parse(args.fields))

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import math
 import os
 import re
 import runpy
@@ -47,6 +48,7 @@ from kdjax.errors import (
 from kdjax.formats import open_shapes
 from kdjax.formats.imatrix import read_importance
 from kdjax.formats.start import check_start
+from kdjax.models.checkpoint import Checkpoint
 
 # The variables of this version, of earlier ones and of the reference system; the first set counts.
 WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTILL_TEACHER_BACKEND"
@@ -106,6 +108,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_Help,
             allow_abbrev=False,  # else a flag of a later version changes what a prefix means
         )
+        self.register("type", float, _read_number)
 
     def error(self, message: str) -> NoReturn:
         """Raises `UserError`, which the command reports like any other."""
@@ -148,11 +151,27 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}".rstrip("."))
 
 
+def _read_number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected a finite number")
+    return number
+
+
 def check_least(args: argparse.Namespace, **least: int) -> None:
     """Raises `UserError` for the first of these flags that is below its least value."""
     for name, number in least.items():
         if (value := getattr(args, name)) is not None and value < number:
             raise UserError(f"--{name.replace('_', '-')}={value} must be {number} or more.")
+
+
+def check_seq_len(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    """Raises `UserError` for a --seq-len beyond the positions that the model knows."""
+    if args.seq_len > (most := checkpoint.spec.max_positions):
+        raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
 
 
 class RunCommand(NamedTuple):

@@ -14,12 +14,12 @@ the recipe of llama-quantize that is no larger.
 
 import argparse
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
 import logging
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +35,7 @@ from kdjax.commands.parsing import (
     Parser,
     add_fields_flag,
     check_least,
+    check_seq_len,
     log_to_terminal,
     started,
 )
@@ -43,6 +44,7 @@ from kdjax.config import SELF, Config, validate
 from kdjax.data.pipeline import TextSource, eval_batches
 from kdjax.data.rows import RowSet
 from kdjax.device import cluster, runtime
+from kdjax.device.machines import parse_bytes
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_local_mesh
 from kdjax.errors import BAD_INPUT, FINISHED, INTERRUPTED, NOT_FINITE, UserError, reporting
@@ -59,7 +61,7 @@ from kdjax.evaluation.own_text import LONGEST, QUESTION, OwnText
 from kdjax.export import export_gguf
 from kdjax.export.card import begin_card, show_bound
 from kdjax.export.formats import count_gguf_bytes
-from kdjax.export.staging import check_target, stage
+from kdjax.export.staging import check_sources, check_target, stage
 from kdjax.formats.files import make_folder, make_place, replacing
 from kdjax.formats.imatrix import hash_importance, write_importance
 from kdjax.formats.recipes import RECIPES
@@ -84,8 +86,6 @@ from kdjax.watch.run import distill
 _log = logging.getLogger("kdjax")
 
 _RECIPES = ("q2_k", "q3_k_m", "iq4_xs", "q4_k_m", "q6_k", "q8_0")  # that files are compared with
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?)B?")
-_FACTORS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
 # Bits a weight below which a model has much to mend, and the rates (docs/quantize.md).
 _FEW_BITS, _FEW_RATE, _RATE = 3.6, 2e-5, 1e-5
 _SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
@@ -102,20 +102,13 @@ class _Paced(Exception):
     """Ends the steps that are timed."""
 
 
-def _read_size(text: str) -> int:
-    found = _SIZE.fullmatch(text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"found {text!r}; expected such as 750MB or 1.2GB")
-    return int(float(found[1]) * _FACTORS[found[2]])
-
-
 def _parser() -> Parser:
     parser = Parser("shrink", __doc__, NOT_FINITE, INTERRUPTED)
     add = parser.add_argument
     add("model", metavar="MODEL", help="a GGUF file or a Hugging Face folder")
     add("--out", required=True, type=Path, metavar="FILE", help="the GGUF file to make")
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--size", type=_read_size, metavar="BYTES", help="of the file, as 750MB")
+    size.add_argument("--size", metavar="BYTES", help="of the file, as 750MB")
     size.add_argument("--bits", type=float, help="bits a weight of the matrices, as 3.2")
     size.add_argument("--like", metavar="RECIPE", help="the size of a recipe, as q2_k")
     words = "folders, files, `own`, by commas (%(default)s)"
@@ -173,7 +166,7 @@ def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
         count = sum(int(np.prod(x.shape)) for x in _list_parts(checkpoint))
         goal = _Goal(int(args.bits * count / 8), rest)
     else:
-        goal = _Goal(args.size - rest, rest)
+        goal = _Goal(int(parse_bytes("--size", args.size)) - rest, rest)
     source = sum(path.stat().st_size for path in checkpoint.table.paths)
     given = f"{goal.nbytes / 1e6:,.1f} MB"
     if goal.matrices < least:
@@ -259,7 +252,12 @@ class _Work:
             "rows": hash_rows(self.costs_batches),
             "positions": int(sum(b["weights"].sum() for b in self.costs_batches)),
         }
+        if args.costs is None:
+            self._open_costs().read()  # refuses costs of other rows before it measures importance
         self._model: Model | None = None
+
+    def _open_costs(self, **made_of: str) -> CostFile:
+        return CostFile(self.folder / "costs.json", self.made_of | made_of)
 
     def _split_heldout(self) -> tuple[list[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]:
         """Held-out rows for costs, and others for the proof; the same ones if there is one row."""
@@ -269,10 +267,11 @@ class _Work:
         proof = batches[1::2][: max(1, 64 // size)]
         return batches[:1], proof or batches[:1]
 
-    @property
+    @functools.cached_property
     def importance(self) -> Path:
-        """The file of importances."""
-        return self.folder / "importance.gguf"
+        """The file of importances, named by the model and the rows that they are measured on."""
+        made_of = self.checkpoint.sha256 + hash_rows(list(self.read_training()))
+        return self.folder / f"importance-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}.gguf"
 
     def load(self) -> Model:
         """The model in float32, on the first device, until `free`."""
@@ -315,8 +314,7 @@ class _Work:
         """Measures the costs, or goes on where an earlier call was stopped."""
         if self.args.costs is not None:
             return read_costs(self.args.costs, self.checkpoint.spec)
-        weighed = hash_importance(imatrix) if imatrix else ""
-        file = CostFile(self.folder / "costs.json", self.made_of | {"importance": weighed})
+        file = self._open_costs(importance=hash_importance(imatrix) if imatrix else "")
         known = file.read()
         tensors = list_matrices(self.checkpoint.spec)
         if all(set(list_types(x)) <= known.get(n, {}).keys() for n, x in tensors.items()):
@@ -635,6 +633,10 @@ def main(argv: list[str] | None = None) -> int:
             f"{checkpoint}: found a run or adapters; expected a model file or folder. Export it "
             "first: kdjax export --format=gguf."
         )
+    check_sources(args.out, checkpoint.table.paths)
+    check_seq_len(args, checkpoint)
+    if args.costs is not None:
+        read_costs(args.costs, checkpoint.spec)
     if args.plan:
         return _plan(args, checkpoint)
     try:

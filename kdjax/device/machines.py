@@ -1,6 +1,7 @@
 """The devices that a run is planned for: this machine's, or described ones of another."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +27,8 @@ CARDS: dict[str, tuple[str, str, float]] = {
 }
 ANY_GPU, CPU = "gpu", "cpu"
 WORDS = (*CARDS, ANY_GPU, CPU)
-_UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_UNITS |= {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +91,8 @@ class Machine:
 
 def parse_bytes(flag: str, text: str) -> float:
     """Bytes of a text such as 750MB, 16 GB or 24GiB; raises `UserError`, naming the flag."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]I?B)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]I?)?B?", text.strip(), re.IGNORECASE)
     size = float(match[1]) * _UNITS[(match[2] or "").upper()] if match else 0.0
-    if size <= 0:
+    if not 0 < size < math.inf:
         raise UserError(f"{flag}={text}: expected a size above 0, such as 750MB, 16GB or 24GiB.")
     return size

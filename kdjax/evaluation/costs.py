@@ -329,7 +329,7 @@ def read_costs(path: Path, spec: ArchSpec) -> dict[str, dict[str, float]]:
 
 
 def hash_rows(batches: Sequence[Mapping[str, np.ndarray]]) -> str:
-    """SHA-256 of the rows that costs are measured on."""
+    """SHA-256 of the rows of text that something is measured on."""
     digest = hashlib.sha256()
     for batch in batches:
         for name in ("tokens", "segment_ids", "weights"):

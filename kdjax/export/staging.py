@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,17 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
             f"{out} is a folder without config.json, so no export made it; it stays as it is. "
             "Give another --out."
         )
+
+
+def check_sources(out: Path, sources: Iterable[str | Path]) -> None:
+    """Raises `UserError` for a target that is one of the files that it is made of, or their folder.
+
+    Sources that are not there are passed over.
+    """
+    there = [Path(source) for source in filter(None, sources) if Path(source).exists()]
+    places = [place for path in there for place in (path, path.parent)]
+    if out.exists() and any(out.samefile(place) for place in places):
+        raise UserError(f"{out} is the model that is read; expected another. Give another --out.")
 
 
 @contextlib.contextmanager
