@@ -61,7 +61,8 @@ def test_help_lists_every_command_and_status(capsys):
 DEFAULTS = {
     "cache": {"--kind": "topk"},
     "evaluate": {"--rows": "64", "--seq-len": "1024", "--limit": "0", "--batch-size": "8"},
-    "generate": {"--top-p": "1.0", "--top-k": "0", "--seed": "0"},
+    "generate": {"--top-p": "1", "--max-tokens": "256", "--draft-p-min": "0"},
+    "shrink": {"--steps": "600", "--seconds": "0"},
     "answers": {"--max-tokens": "512", "--batch-size": "64"},
     "plan": {"--devices": "1"},
 }

@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     text = "in place of --config=CONFIG"
     add("config", nargs="?", default=argparse.SUPPRESS, metavar="CONFIG", help=text)
-    add("--rows", type=int, default=2, metavar="N", help="rows to show; %(default)s by default")
+    add("--rows", type=int, default=2, metavar="N", help="rows to show")
     run = parse_run(parser, argv)
     check_least(run.options, rows=0)
     show_run(run, run.options.rows)

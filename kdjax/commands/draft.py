@@ -239,26 +239,26 @@ def _parser() -> Parser:
     add("--kind", choices=_KINDS, default="mtp", help=text)
     add("--draft", default="", metavar="FILE", help="with --kind=small: the model to train")
     read = parser.add_mutually_exclusive_group()
-    text = "MODEL answers these; as for `kdjax answers` (%(default)s)"
+    text = "MODEL answers these; as for `kdjax answers`"
     read.add_argument("--prompts", default=TEXT, metavar="FILES", help=text)
     text = "text to train on in place of answers, preferably MODEL's"
     read.add_argument("--data", default="", metavar="PATHS", help=text)
     add_fields_flag(add)
-    add("--answers", type=int, default=4096, help="prompts that MODEL answers (%(default)s)")
-    add("--max-tokens", type=int, default=256, help="of an answer (%(default)s)")
+    add("--answers", type=int, default=4096, help="prompts that MODEL answers")
+    add("--max-tokens", type=int, default=256, help="of an answer")
     add("--out", required=True, type=Path, metavar="FILE", help="the GGUF file to make")
     text = "for checkpoints, metrics and the report; by default FILE with .run in place of .gguf"
     add("--workdir", type=Path, help=text)
-    add("--steps", type=int, default=1000, help="optimizer steps (%(default)s)")
-    add("--batch-size", type=int, default=8, help="rows a step (%(default)s)")
-    add("--seq-len", type=int, default=512, help="positions a row (%(default)s)")
+    add("--steps", type=int, default=1000, help="optimizer steps")
+    add("--batch-size", type=int, default=8, help="rows a step")
+    add("--seq-len", type=int, default=512, help="positions a row")
     text = "at its peak; default: 3e-4 for mtp, 6e-4 for a head, 2e-5 for small"
     add("--learning-rate", type=float, help=text)
     text = "block type of the draft's matrices; default: f16 for a head, else q8_0"
     add("--type", help=text)
     add("--new", action="store_true", help="begin a new block, drawn by --seed")
     add("--seed", type=int, default=0, help="of the order of rows, and of a new block")
-    add("--rows", type=int, default=16, help="held-out texts that judge it; 0: none (%(default)s)")
+    add("--rows", type=int, default=16, help="held-out texts that judge it; 0: none")
     add("--overwrite", action="store_true", help="replace --out if it is there")
     add_machine_flags(parser, "as `kdjax plan`: train nothing")
     add_cluster_flags(parser)

@@ -98,9 +98,9 @@ def parser() -> Parser:
     add("--limit", type=int, default=0, help="only the first problems of each; 0: all")
     words = "auto: by the chat template; all: three wordings greedily, then 5 samples of the first"
     add("--wording", choices=(*problems.WORDINGS, "auto", "all"), default="auto", help=words)
-    add("--samples", type=int, help="answers to each problem; default 1")
+    add("--samples", type=int, help="answers to each problem; default: 1")
     add("--k", default="1", help="pass@k for these k, such as 1,10")
-    add("--temperature", type=float, help="default 0, and 0.8 for several samples")
+    add("--temperature", type=float, help="default: 0, or 0.8 for several samples")
     add("--top-p", type=float, default=0.95, help="has no effect at temperature 0")
     add("--max-tokens", type=int, default=768, help="of an answer")
     add("--seed", type=int, default=0, help="of draws at a temperature above 0")

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     add("model", metavar="MODEL", help="PATH[@dense|packed|float8[:DTYPE]]")
     add("--prompt", required=True, help="the text to continue; - reads it from standard input")
     add("--chat", action="store_true", help="the prompt is a user's turn of the chat template")
-    add("--max-tokens", type=int, default=256, help="at most this many (%(default)s)")
+    add("--max-tokens", type=int, default=256, help="at most this many")
     add("--temperature", type=float, default=0.0, help="0, the default, takes the most probable id")
     add("--top-p", type=float, default=1.0, help="only ids of this much probability together")
     add("--top-k", type=int, default=0, help="only the N most probable ids; 0: all")
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         f"MODEL (GGUF, or a folder of speculators), or {OWN_BLOCK}: the block in its file",
     )
     add("--draft-tokens", type=int, metavar="N", help="drafted a pass (5), with --draft")
-    text = "a head's drafts end before one of less confidence (%(default)s)"
+    text = "a head's drafts end before one of less confidence"
     add("--draft-p-min", type=float, default=0.0, metavar="P", help=text)
     add_cluster_flags(parser)
     args = parser.parse_args(argv)

@@ -90,7 +90,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         without = default is None or isinstance(default, bool) or default in ("", [])
         if without or default == argparse.SUPPRESS or "default" in text:
             return text
-        return f"{text} (default: %(default)s)"
+        shown = f"{default:g}" if isinstance(default, float) else "%(default)s"
+        return f"{text} (default: {shown})"
 
 
 class Parser(argparse.ArgumentParser):
@@ -211,7 +212,7 @@ def add_cluster_flags(parser: Parser) -> None:
     add = parser.add_argument
     text = "auto joins the processes that srun, mpirun, torchrun, ... started; off: alone"
     add("--distributed", default="auto", choices=("auto", "off"), help=text)
-    text = f"how long processes wait for each other; {JOIN_TIMEOUT} by default"
+    text = "how long processes wait for each other"
     add("--join_timeout", type=int, default=JOIN_TIMEOUT, metavar="SECONDS", help=text)
 
 

@@ -111,21 +111,21 @@ def _parser() -> Parser:
     size.add_argument("--size", metavar="BYTES", help="of the file, as 750MB")
     size.add_argument("--bits", type=float, help="bits a weight of the matrices, as 3.2")
     size.add_argument("--like", metavar="RECIPE", help="the size of a recipe, as q2_k")
-    words = "folders, files, `own`, by commas (%(default)s)"
+    words = "folders, files, `own`, by commas"
     add("--text", default=TEXT, metavar="PATHS", help=words)
     add_fields_flag(add)
     add("--heldout", default="", metavar="PATHS", help="text to judge by; default: 2%% of --text")
-    add("--steps", type=int, default=600, help="optimizer steps (%(default)s)")
-    add("--seconds", type=float, default=0.0, help="train for this time, in place of --steps")
+    add("--steps", type=int, default=600, help="optimizer steps")
+    add("--seconds", type=float, default=0.0, help="train for this time; 0: for --steps")
     add("--no-train", dest="train", action="store_false", help="round by GPTQ, train nothing")
     words = "train adapters of this rank under rounding, 0: all numbers; default: 0 if that fits"
     add("--rank", type=int, metavar="N", help=f"{words} the device, else {_RANK}")
     add("--costs", type=Path, metavar="FILE", help="costs of an earlier call: measure none")
     add("--work", type=Path, metavar="DIR", help="work folder; default: FILE with .shrink")
-    add("--seq-len", type=int, default=1024, help="positions a row (%(default)s)")
-    add("--batch-size", type=int, default=16, help="rows a step (%(default)s)")
+    add("--seq-len", type=int, default=1024, help="positions a row")
+    add("--batch-size", type=int, default=16, help="rows a step")
     add("--microbatches", type=int, default=1, help="parts of a batch, to save memory")
-    add("--rows", type=int, default=8, help="rows that costs are measured on (%(default)s)")
+    add("--rows", type=int, default=8, help="rows that costs are measured on")
     add_machine_flags(parser, "print sizes and memory; load and make nothing", hosts=False)
     add("--overwrite", action="store_true", help="replace --out if it is there")
     return parser
