@@ -1276,6 +1276,7 @@ class RoundedSum(Rounded):
 
     of: MergedAdapters = dataclasses.field(default_factory=MergedAdapters)
     compute: DTypeLike = "float32"
+    casts: ClassVar[bool] = False
 
     def begin(self, base: Params, masters: Params) -> Kept:
         """Fits the scales."""
