@@ -562,6 +562,11 @@ def test_a_plan_has_minutes_of_costs_and_of_own_text_apart(exact, text, tmp_path
     assert said[0] == said[1]
 
 
+def test_text_that_is_not_given_is_half_the_models_own(tmp_path):
+    own = OwnText.find(shrink._parser().get_default("text"), tmp_path)
+    assert own is not None and own.others == "python:flax,optax,numpy"
+
+
 @pytest.mark.slow
 def test_the_model_writes_the_text_that_own_stands_for(exact, text, tmp_path, capsys, monkeypatch):
     """A plan writes nothing and counts it; the command reads it with the other sources, once."""
