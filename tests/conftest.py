@@ -7,8 +7,6 @@ import gc
 import logging
 import os
 import threading
-import zlib
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -23,10 +21,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE="/nonexistent/hub")
 
 import jax
+import programs
 import pytest
 from _pytest.unraisableexception import gc_collect_iterations_key
 from absl import flags
-from jax._src import compilation_cache, compiler
+from jax._src import compiler
 from jax._src.interpreters import mlir
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -51,25 +50,12 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 for _name, _value in _COMPILING.items():
     jax.config.update(_name, _value)
     os.environ[_name.upper()] = str(_value)  # for the processes that tests start
-if not any(getattr(compilation_cache, name, None) for name in ("zstd", "zstandard")):
-    # zlib's default level took 5.5 ms a program, a fourteenth of a test that compiles 75 of them.
-    compilation_cache.compress_executable = partial(zlib.compress, level=1)
-_choose_key = compiler._resolve_compilation_strategy
-
-
-def _leave_meshes_out(computation, devices, options, *others):
-    if devices.size > 1:
-        return None, options
-    return _choose_key(computation, devices, options, *others)
-
-
-# Programs of one device are cached beside those of several, which sharding.leave_cache_out is for.
-compiler._resolve_compilation_strategy = _leave_meshes_out
+programs.keep()
 _compile, _compiled = compiler.backend_compile_and_load, {}
 
 
 def _compile_once(backend, module, devices, options, callbacks):
-    """Programs of several devices, which no cache keeps, are compiled once a process."""
+    """Programs of several devices, not all of which are kept, are compiled once a process."""
     if len(devices) == 1 or callbacks:
         return _compile(backend, module, devices, options, callbacks)
     key = options.SerializeAsString(), str(module)
@@ -111,9 +97,7 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     """Caches and garbage: it is collected seldom, which was a sixth of a tracing test's time."""
-    from kdjax.device import sharding
-
-    sharding.leave_cache_out = lambda: None  # a session has both
+    programs.stay_on()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     _dropped[0] = _measure_memory()
@@ -259,64 +243,34 @@ def without_walls(monkeypatch):
 
 
 @contextlib.contextmanager
-def _lend(count):
-    """Meshes of all devices are of the first `count`; one whose size is named gets so many."""
+def lend_one():
+    """Meshes of all devices are of the first; one whose devices or size are named has those."""
     from kdjax.device import sharding
 
     whole, make = jax.devices(), sharding.make_mesh
 
     def make_mesh(data, fsdp, tensor, devices=None):
-        if data == -1 and len(whole if devices is None else devices) > count:
-            devices = whole[:count]
-        elif data != -1 and devices is None:
+        if data == -1 and (devices is None or len(devices) == len(whole)):
+            devices = whole[:1]
+        elif devices is None:
             devices = whole[: data * fsdp * tensor]
         return make(data, fsdp, tensor, devices)
 
     with (
         mock.patch.object(sharding, "make_mesh", make_mesh),
-        mock.patch.object(jax, "device_count", lambda: count),
+        mock.patch.object(jax, "device_count", lambda: 1),
     ):
         yield
 
 
 @pytest.fixture(scope="module")
-def two_devices():
-    """Runs and commands of the module split their rows over two devices, not eight.
-
-    That is half their processor time: what each device computes by itself, such as the predictions
-    of one text, is computed twice and not eight times. A run whose config names a number
-    (`mesh.data=8`) gets that many.
-    """
-    with _lend(2):
-        yield
-
-
-@pytest.fixture(scope="module")
 def one_device():
-    """Runs and commands of the module have one device: none of what they show is of a mesh.
+    """Runs and commands of the module have one device, not eight.
 
-    That is a sixth less than two take, and what they compile is kept for other modules.
+    What they compile is kept, for other modules and for the next run: no program of several devices
+    is. A run whose config names a number (`mesh.data=2`) gets that many.
     """
-    with _lend(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def steps_stay():
-    """Runs of one length, rate, loss, mesh and teacher share a step."""
-    from kdjax.training import job
-
-    built, build = {}, job.build_step
-
-    def build_once(config, *parts, **more):
-        train = dataclasses.replace(config.train, seconds=0.0, seed=0)
-        others = config.optim, config.loss, config.student, config.teacher, config.mesh
-        key = str((train, *others))
-        if key not in built:
-            built[key] = build(config, *parts, **more)
-        return built[key]
-
-    with mock.patch.object(job, "build_step", build_once):
+    with lend_one():
         yield
 
 

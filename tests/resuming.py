@@ -86,11 +86,16 @@ def assert_resumes(job, workdir, straight, event, at, *, stop_at=None):
 
 
 def assert_trains_alike(run, workdir, **mesh):
-    """Trains the run of `finish` anew on another mesh: losses and parameters are near."""
+    """Trains the run of `finish` anew on another mesh, stopped after a step: it comes near it.
+
+    Losses and parameters are compared.
+    """
     config, before, one, recorder = run
     with mock.patch.multiple(config.mesh, **mesh):
-        ours, job = Recorder(), assemble(config, workdir)
-        assert go(config, workdir, ours, job=job) == "finished"
+        ours, job = Recorder(stop_at=2), assemble(config, workdir)
+        assert mesh.items() <= job.step.placement.mesh.shape.items()
+        assert go(config, workdir, ours, job=job) == "interrupted"
+        assert go(config, workdir, ours, job=start_over(job, workdir)) == "finished"
     for a, b in zip(ours.curve(), recorder.curve(), strict=True):
         assert a[2]["loss"] == pytest.approx(b[2]["loss"], rel=1e-4)
     (_, found), (_, expected) = saved(job, workdir), saved(one, before)

@@ -17,6 +17,8 @@ from scripts.bench import peer, program, rollouts, rows, step, vocabularies
 from scripts.bench.arms import run_arms
 from scripts.checks import compiled_memory
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 @pytest.fixture
 def args(models, tmp_path):
@@ -63,7 +65,6 @@ def test_each_length_compiles_once_and_memory_is_what_the_variant_promises(args,
     teachers = {name: 1e9 * row["teacher_gb"] for name, row in found.items()}
     saved = teachers["dense"] - teachers["packed"]
     assert saved > 0.5 * teachers["dense"]
-    # Rows are split over the devices, weights are not: the teacher's bytes are the difference.
     assert arguments["dense"] - arguments["packed"] == pytest.approx(saved, rel=0.01)
     student = 4 * count_parameters(step.spec_from_table(step.open_table(args.student)))
     less = arguments["packed"] - arguments["packed-bf16moments"]
@@ -72,9 +73,9 @@ def test_each_length_compiles_once_and_memory_is_what_the_variant_promises(args,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["topk", "hidden"])
-def test_a_cached_teacher_is_records_and_its_forward_pass_is_not_counted(args, traces, kind):
-    (row,) = measured(f"cached-{kind}", args, k=8)
+@pytest.mark.parametrize(("kind", "mesh"), [("topk", ""), ("hidden", ":mesh.data=2")])
+def test_a_cached_teacher_is_records_and_its_forward_pass_is_not_counted(args, traces, kind, mesh):
+    (row,) = measured(f"cached-{kind}{mesh}", args, k=8)
     assert traces == [64] and np.isfinite(row["loss"])
     teacher, student = (
         step.spec_from_table(step.open_table(p)) for p in (args.teacher, args.student)

@@ -65,7 +65,14 @@ def test_whatever_a_template_raises_is_one_message(template, message):
 
 
 @pytest.mark.slow
-def test_a_template_that_does_not_end_is_ended():
+def test_a_template_that_does_not_end_is_ended(tmp_path, monkeypatch):
+    """By a worker that allows a second in place of ten."""
+    worker = Path(templates.__file__).with_name("template_worker.py").read_text()
+    assert worker.count("\nSECONDS = 10 ") == 1
+    quick = worker.replace("\nSECONDS = 10 ", "\nSECONDS = 1 ")
+    (tmp_path / "template_worker.py").write_text(quick)
+    monkeypatch.setattr(templates, "__file__", str(tmp_path / "templates.py"))
+    monkeypatch.setattr(templates, "_workers", {})
     many = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(UserError, match="takes more than 10 s"):
         render_template(many, ASKED, {})

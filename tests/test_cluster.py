@@ -258,9 +258,15 @@ def config(tmp_path_factory):
     return path
 
 
-def run_command(config, processes, devices, *command):
-    """One of kdjax's commands in processes."""
-    return tiny.launch(["kdjax", *map(str, command)], processes, devices)
+def launch(processes, devices, *module, **how):
+    """A module in processes, which find programs that tests have compiled."""
+    found = f"{Path(__file__).parent}:{Path.cwd()}"
+    return tiny.launch(["programs", *map(str, module)], processes, devices, PYTHONPATH=found, **how)
+
+
+def train(config, workdir, processes, devices, *flags, **how):
+    named = f"--config={config}", f"--workdir={workdir}"
+    return launch(processes, devices, "kdjax.main", *named, *flags, **how)
 
 
 def end(started: list[subprocess.Popen], timeout: float = 150) -> list[tuple[int, str]]:
@@ -292,10 +298,10 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     flags += ["--config.train.steps=16", "--config.checkpoint.every=2", "--config.eval.every=8"]
     flags += ["--config.eval.samples=0"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    ((status, output),) = end(tiny.start(config, whole, 1, 4, *flags))
+    ((status, output),) = end(train(config, whole, 1, 4, *flags))
     assert status == FINISHED, output
 
-    started = tiny.start(config, parts, 2, 2, *flags)
+    started = train(config, parts, 2, 2, *flags)
     wait_for_step(parts, 6, started)
     started[1].kill()
     killed = time.monotonic()
@@ -306,15 +312,13 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     assert len(written) >= 2
     assert written.items() <= read_files(whole / FOLDER).items()  # to the last bit
 
-    started = tiny.start(config, parts, 2, 2, *flags)
+    started = train(config, parts, 2, 2, *flags)
     wait_for_step(parts, 8, started)
     started[1].send_signal(signal.SIGTERM)
     ends = end(started)
     assert [status for status, _ in ends] == [INTERRUPTED, INTERRUPTED], ends
 
-    ((status, output),) = end(
-        tiny.start(config, parts, 1, 1, *flags, "--config.train.microbatches=2")
-    )
+    ((status, output),) = end(train(config, parts, 1, 1, *flags, "--config.train.microbatches=2"))
     assert status == FINISHED, output
     assert tiny.largest_difference(whole, parts) < 1e-6
     rows = [read_round(round_path(run / FOLDER, 2)).sha256 for run in (whole, parts)]
@@ -345,7 +349,7 @@ def test_a_process_that_is_done_waits_for_the_first(tmp_path):
 @pytest.mark.slow
 def test_processes_that_were_started_otherwise_say_in_what(config, tmp_path):
     last = ["--config.optim.learning_rate=1"]
-    for status, output in end(tiny.start(config, tmp_path / "run", 2, 1, last=last)):
+    for status, output in end(train(config, tmp_path / "run", 2, 1, last=last)):
         assert status == BAD_INPUT, output
         assert "optim.learning_rate: process 0 has 0.001, process 1 has 1.0" in output
         assert "Traceback" not in output
@@ -359,10 +363,10 @@ def read_files(folder: Path) -> dict[str, bytes]:
 def test_processes_cache_a_teacher_as_one_does_and_go_on_after_a_kill(config, tmp_path):
     command = "cache", f"--config={config}", "--k=8", "--config.eval.batch_size=2"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    ((status, output),) = end(run_command(config, 1, 2, *command, f"--out={whole}"))
+    ((status, output),) = end(launch(1, 2, "kdjax", *command, f"--out={whole}"))
     assert status == FINISHED, output
 
-    started = run_command(config, 2, 1, *command, f"--out={parts}")
+    started = launch(2, 1, "kdjax", *command, f"--out={parts}")
     deadline = time.monotonic() + 150
     while not list(parts.glob(".shard-*.tmp")):
         assert time.monotonic() < deadline and started[1].poll() is None, end(started)
@@ -372,7 +376,7 @@ def test_processes_cache_a_teacher_as_one_does_and_go_on_after_a_kill(config, tm
     assert status == PEER_LOST, output
     assert not (parts / "index.json").exists()
 
-    for status, output in end(run_command(config, 2, 1, *command, f"--out={parts}")):
+    for status, output in end(launch(2, 1, "kdjax", *command, f"--out={parts}")):
         assert status == FINISHED, output
     assert read_files(parts) == read_files(whole)
 
@@ -399,7 +403,7 @@ def test_processes_evaluate_as_one_does(config, tmp_path):
     found = []
     for processes in (1, 2):
         out = tmp_path / f"{processes}.json"
-        ends = end(run_command(config, processes, 1, *command, f"--json={out}"))
+        ends = end(launch(processes, 1, "kdjax", *command, f"--json={out}"))
         assert len({status for status, _ in ends}) == 1, ends
         assert ["CE, nats" in said for _, said in ends] == [True, False][:processes]
         found.append(json.loads(out.read_text()))
@@ -410,7 +414,7 @@ def test_processes_evaluate_as_one_does(config, tmp_path):
 @pytest.mark.slow
 def test_of_several_processes_the_first_alone_answers_a_prompt(config):
     command = "generate", config.parent / "student.gguf", "--prompt=def f(", "--max-tokens=4"
-    (status, said), (other, nothing) = end(run_command(config, 2, 1, *command))
+    (status, said), (other, nothing) = end(launch(2, 1, "kdjax", *command))
     assert (status, other) == (FINISHED, FINISHED), (said, nothing)
-    ((status, alone),) = end(run_command(config, 1, 1, *command))
+    ((status, alone),) = end(launch(1, 1, "kdjax", *command))
     assert (status, said, nothing) == (FINISHED, alone, "")

@@ -17,7 +17,7 @@ from kdjax.models.checkpoint import open_checkpoint
 from kdjax.watch.verify import verify
 from scripts.bench.synthetic import write_random_gguf
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 # The Qwen3.5 has a block of its own, as published files do.
@@ -69,11 +69,12 @@ def test_a_run_resumes_bit_for_bit_and_saves_the_head_alone(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["dspark", "some ids"], indirect=True)
-def test_devices_that_share_weights_train_alike(run, tmp_path):
-    assert_trains_alike(run, tmp_path / "run", data=1, fsdp=2)
+def test_devices_that_share_rows_and_weights_train_alike(run, tmp_path):
+    assert_trains_alike(run, tmp_path / "run", data=2, fsdp=2)
 
 
-SMALL = ["dspark.layers=1", "dspark.rank=8", "dspark.slots=2"]
+SMALL = ["student.dspark.layers=1", "student.dspark.rank=8", "student.dspark.slots=2"]
+FEW = "student.draft_ids=64"
 
 
 @pytest.mark.slow
@@ -81,9 +82,9 @@ SMALL = ["dspark.layers=1", "dspark.rank=8", "dspark.slots=2"]
     ("served", "kind", "flags", "entry"),
     [
         ("qwen3", "dspark", SMALL, ("dflash.block_size", 2)),
-        ("qwen3", "dflash", ["dspark.layers=1", "dspark.slots=2"], ("dflash.block_size", 3)),
+        ("qwen3", "dflash", [SMALL[0], SMALL[2]], ("dflash.block_size", 3)),
         ("qwen3", "eagle3", [], ("eagle3.block_count", 1)),
-        ("qwen3", "eagle3", ["draft_ids=64"], ("eagle3.block_count", 1)),
+        ("qwen3", "eagle3", [FEW, "mesh.data=2"], ("eagle3.block_count", 1)),
         ("qwen35", "dspark", SMALL, ("dflash.rope.dimension_sections", [16, 0, 0, 0])),
         ("qwen35", "eagle3", [], ("eagle3.block_count", 1)),
     ],
@@ -99,7 +100,7 @@ def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, 
     how = [str(served), f"--kind={kind}", f"--data={text}", "--seq-len=32", "--steps=24"]
     how += ["--learning-rate=3e-3", f"--out={out}", "--rows=2", "--max-tokens=12"]
     how += [f"--config.data.cache_dir={tmp_path}/rows", "--config.eval.every=0"]
-    how += [f"--config.student.{flag}" for flag in flags]
+    how += [f"--config.{flag}" for flag in flags]
     assert draft.main(how) == 0
     said = capsys.readouterr().out
     shares = said.partition("T = 1: ")[2].split()
@@ -109,7 +110,7 @@ def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, 
     table = open_table(out)
     assert table.info("fc.weight").dtype == "F16"
     assert np.array_equal(table.metadata[entry[0]], entry[1])
-    assert ("d2t" in table) == ("draft_ids=64" in flags)
+    assert ("d2t" in table) == (FEW in flags)
     assert any("tensors changed" in line for line in verify(tmp_path / "o.run"))
     with_head = [f"--draft={out}", "--max-tokens=12", "--draft-tokens=2"]
     assert generate.main([str(served), "--prompt=def f", *with_head]) == 0

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import _lend
+from conftest import lend_one
 from quick import cases
 
 from kdjax.commands import plan as command
@@ -648,7 +648,7 @@ def test_the_command_tells_a_cpus_step_as_xla_does(
     caplog.set_level(logging.INFO, "kdjax")  # a line that cannot be formatted raises
     monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
     tiny_config.teacher.weights = weights
-    with _lend(1):
+    with lend_one():
         made = command.survey_headers(tiny_config)
         run = assemble(tiny_config, tmp_path)
     batch = run.step.put(run.source.next(), tiny_config.train.microbatches)
@@ -661,7 +661,7 @@ def test_the_command_tells_a_cpus_step_as_xla_does(
     monkeypatch.setattr(compiled, "count_step", lambda *_: pytest.fail("compiles"))
     assert plan.LOSS in command.survey_headers(tiny_config).phases  # for eight devices
     monkeypatch.setattr("kdjax.device.machines.device_summary", lambda: on(9))
-    with _lend(1):
+    with lend_one():
         assert plan.LOSS in command.survey_headers(tiny_config).phases
 
 
