@@ -271,20 +271,28 @@ def softmax_sums(
         assert isinstance(temperature, float)
         return softmax.softmax_sums(student, teacher, temperature, real)
 
-    def below_peak(logits: Array) -> tuple[Array, Array]:
-        logits = mask_padding(logits, real)
-        peak = jnp.max(logits, axis=-1, keepdims=True)
-        return peak, logits - peak
+    def find_peak(logits: Array) -> Array:
+        return jnp.max(mask_padding(logits, real), axis=-1, keepdims=True)
+
+    def lower(logits: Array, peak: Array) -> Array:
+        return mask_padding(logits, real) - peak
 
     total = functools.partial(jnp.sum, axis=-1, keepdims=True)
-    peak, x = below_peak(student if teacher is None else student[..., : teacher.shape[-1]])
+    student = student if teacher is None else student[..., : teacher.shape[-1]]
+    peak = find_peak(student)
+    x = lower(student, peak)
     ours = softmax.SoftmaxSums(peak, total(jnp.exp(x)), total(jnp.exp(x / temperature)))
     if teacher is None:
         return ours
-    their_peak, y = below_peak(teacher)
-    x, y = x / temperature, y / temperature
-    distance = total(jnp.exp(y) * (y - x))
-    return ours._replace(teacher_peak=their_peak, teacher_soft=total(jnp.exp(y)), distance=distance)
+    their_peak = find_peak(teacher)
+    theirs = total(jnp.exp(lower(teacher, their_peak) / temperature))
+    # On a CPU, 128 positions of 49,152 ids: 26 ms; 52 without a barrier, as XLA writes out what
+    # several sums read; 131 with a sum of the product in place of a dot.
+    peaks = jax.lax.optimization_barrier((peak, their_peak))
+    x, y = (lower(*side) / temperature for side in zip((student, teacher), peaks, strict=True))
+    exact = jax.lax.Precision.HIGHEST
+    distance = jnp.einsum("...v,...v->...", jnp.exp(y), y - x, precision=exact)[..., None]
+    return ours._replace(teacher_peak=their_peak, teacher_soft=theirs, distance=distance)
 
 
 def _widen(gradient: Float[Array, "*B W"], width: int) -> Float[Array, "*B V"]:
