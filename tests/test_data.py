@@ -1,5 +1,6 @@
 """From text to batches: tokenizer, documents, packed rows, split, position; all by hand."""
 
+import copy
 import dataclasses
 import errno
 import importlib
@@ -89,6 +90,24 @@ def test_special_tokens_may_stand_anywhere(models):
         UserError, match=r"'<mid>' at id [25] and at [25]; expected each token once"
     ):
         from_gguf(twice, "x")
+
+
+def test_files_of_one_tokenizer_build_it_once(models):
+    """Each keeps its template; a merge, a type or an end of its own makes another tokenizer."""
+    metadata = dict(open_table(models / "student.gguf").metadata)
+    first = from_gguf(metadata, "x")
+    again = from_gguf(metadata | {"tokenizer.chat_template": "{{ messages }}"}, "y")
+    assert again.encoder is first.encoder
+    assert again.chat_template == "{{ messages }}" != first.chat_template
+    merges, eos = metadata["tokenizer.ggml.merges"], metadata["tokenizer.ggml.eos_token_id"]
+
+    def list_facts(tokenizer):
+        return tokenizer.merges, tokenizer.eos_id, tokenizer.encoder.to_str()
+
+    for other in ({"merges": merges[:-1]}, {"eos_token_id": eos - 1}, {"pre": "gpt-2"}):
+        changed = from_gguf(metadata | {f"tokenizer.ggml.{k}": v for k, v in other.items()}, "z")
+        assert changed.encoder is not first.encoder
+        assert list_facts(changed) != list_facts(first), other
 
 
 def test_nfc_for_qwen2(tokenizer):
@@ -220,6 +239,7 @@ def test_long_texts_have_the_ids_of_the_whole(models, monkeypatch, caplog, pre):
     if pre.startswith("llama") and pre not in pretokenizers.PRE_TOKENIZERS:
         metadata = sentencepiece_metadata(pre.endswith("prefix"))
     tokenizer = from_gguf(metadata, "x")
+    tokenizer = dataclasses.replace(tokenizer, encoder=copy.deepcopy(tokenizer.encoder))
     if pre in pretokenizers.PRE_TOKENIZERS:  # merges of all that a cut leaves together
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(

@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 import textwrap
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -417,6 +418,11 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             f"{source} has tokenizer model {model!r}; kdjax rebuilds {', '.join(KINDS)} "
             f"(byte-level, SentencePiece's and Gemma 4's BPE). {_ANOTHER}"
         )
+    template = metadata.get("tokenizer.chat_template")
+    template = template if isinstance(template, str) else None
+    key = _hash_values(metadata)
+    if (built := _IN_USE.get(key)) is not None:
+        return dataclasses.replace(built, chat_template=template)
     kind, rows = KINDS[model], metadata["tokenizer.ggml.tokens"]
     pre = metadata.get("tokenizer.ggml.pre", default_pre_tokenizer(metadata))
     if (rule := kind.rule(pre)) is None:
@@ -432,10 +438,7 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             f"{source}: found special token {tokens[i]!r} at id {i} and at {found}; expected "
             f"each token once. {_ANOTHER}"
         )
-    eos, template = (
-        metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1),
-        metadata.get("tokenizer.chat_template"),
-    )
+    eos = metadata.get("tokenizer.ggml.eos_token_id", len(tokens) - 1)
     # `kdjax evaluate` reports a padding row.
     if type(eos) is not int or not 0 <= eos < len(rows):
         raise UserError(
@@ -444,19 +447,34 @@ def _rebuild(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     names = "bos", "padding", "eot", "eom"
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names)
     bos, pad, *ends = (i if type(i) is int and 0 <= i < len(tokens) else None for i in named)
-    return Tokenizer(
+    tokenizer = Tokenizer(
         encoder=encoder,
         tokens=spell(encoder, tokens),
         merges=tuple(f"{left} {right}" for left, right in words.merges),
         special_ids=frozenset(i for i, t in enumerate(words.types) if t in (CONTROL, UNKNOWN)),
         eos_id=eos,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=template,
         names_eos="tokenizer.ggml.eos_token_id" in metadata,
         bos_id=bos,
         pad_id=pad,
         opening_id=bos if opens_with_bos(metadata) else None,
         named_ends=frozenset(i for i in ends if i is not None),
     )
+    _IN_USE[key] = tokenizer
+    return tokenizer
+
+
+# By `_hash_values`: a student's and a teacher's file mostly have one tokenizer, which takes 2 s to
+# build (151,665 ids).
+_IN_USE: weakref.WeakValueDictionary[str, Tokenizer] = weakref.WeakValueDictionary()
+
+
+def _hash_values(metadata: Mapping[str, Any]) -> str:
+    """Hashes the key-values that `_rebuild` reads, but for the chat template."""
+    values = {key: metadata[key] for key in metadata if key.startswith("tokenizer.ggml.")}
+    values.setdefault("tokenizer.ggml.pre", default_pre_tokenizer(metadata))
+    text = json.dumps(values, sort_keys=True, default=lambda array: array.tolist())
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def default_pre_tokenizer(metadata: Mapping[str, Any]) -> str:
