@@ -187,11 +187,19 @@ def choose_vocabulary(
     if asked != "shared":
         try:
             return align(ours[0], theirs[0], ours[1], theirs[1])
-        except UserError as error:
+        except _Differ as error:
             if asked == "same":
                 raise
-            _log.warning("two tokenizers: %s", error)
+            _log.warning("two tokenizers: %s. The loss compares what both have", error.found)
     return share_tokens(student, teacher, student_rows, teacher_rows)
+
+
+class _Differ(UserError):
+    """An error of two tokenizers that differ: `found` says how, the message also what helps."""
+
+    def __init__(self, found: str, remedy: str):
+        super().__init__(f"{found}. {remedy}")
+        self.found = found
 
 
 def align(
@@ -206,11 +214,11 @@ def align(
     """
     real = student.vocab_size
     if teacher_rows < student_rows or teacher.vocab_size < real:
-        raise UserError(
+        raise _Differ(
             f"the teacher's vocabulary ({teacher.vocab_size:,} tokens, {teacher_rows:,} rows) is "
-            f"smaller than the student's ({real:,} tokens, {student_rows:,} rows). "
+            f"smaller than the student's ({real:,} tokens, {student_rows:,} rows)",
             "The teacher must know every token the student can predict: choose a teacher of the "
-            "same tokenizer family."
+            "same tokenizer family.",
         )
     _check_same(
         "id",
@@ -246,9 +254,10 @@ def _check_added(student: Tokenizer, teacher: Tokenizer) -> None:
         return
     i, kinds = differing[0], ["a special token", "one that merges make"]
     ours, theirs = kinds if i in student.added_ids else kinds[::-1]
-    raise UserError(
+    raise _Differ(
         f"tokenizers differ in their special ids: {i} ({student.tokens[i]!r}) is {ours} to the "
-        f"student, {theirs} to the teacher, one of {len(differing)} such ids. {_CUT_DIFFERENTLY}"
+        f"student, {theirs} to the teacher, one of {len(differing)} such ids",
+        _CUT_DIFFERENTLY,
     )
 
 
@@ -262,14 +271,16 @@ def _check_merges(student: Tokenizer, teacher: Tokenizer) -> None:
     _check_same("merge", ours[:shared], theirs[:shared], _CUT_DIFFERENTLY)
     counts = f"the student has {len(ours):,}, the teacher {len(theirs):,}"
     if shared < len(ours):
-        raise UserError(
+        raise _Differ(
             f"tokenizers differ in their number of merges: {counts}; expected at least as many of "
-            f"the teacher. {_CUT_DIFFERENTLY}"
+            "the teacher",
+            _CUT_DIFFERENTLY,
         )
     if clash := next((m for m in theirs[shared:] if m.replace(" ", "") in known), None):
-        raise UserError(
+        raise _Differ(
             f"tokenizers differ in their number of merges: {counts}, {clash!r} among them, which "
-            f"makes a token of the student. {_CUT_DIFFERENTLY}"
+            "makes a token of the student",
+            _CUT_DIFFERENTLY,
         )
 
 
@@ -277,7 +288,7 @@ def _check_same(name: str, ours: Sequence[str], theirs: Sequence[str], remedy: s
     if ours == theirs:
         return
     i = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-    raise UserError(
-        f"tokenizers differ at {name} {i}: the student has {ours[i]!r}, the teacher "
-        f"{theirs[i]!r}. {remedy}"
+    raise _Differ(
+        f"tokenizers differ at {name} {i}: the student has {ours[i]!r}, the teacher {theirs[i]!r}",
+        remedy,
     )
