@@ -71,8 +71,11 @@ class Comparison:
         """`batches` have the columns of `data.pipeline`, all of one shape."""
         names = ("tokens", "segment_ids", "positions", "weights")
         self._batches = [tuple(jnp.asarray(batch[name]) for name in names) for batch in batches]
-        self.model, functions = model, model.functions
-        assert isinstance(functions, DecoderFunctions)
+        self.model, functions, spec = model, model.functions, model.spec
+        assert isinstance(functions, DecoderFunctions) and spec is not None
+        self._layers = [
+            (cut_layer(model, index), find_place(spec, index)) for index in range(spec.num_layers)
+        ]
         self.spec = HeadSpec(KDLoss(), model.vocab_size, model.real_vocab, _CHUNK)
         self._embed, self._finish, self._find_head = map(
             jax.jit, (functions.embed_tokens, functions.finish, functions.head)
@@ -118,15 +121,12 @@ class Comparison:
 
     def _walk(self, params: Params, first: int = 0) -> Iterator[list[Array]]:
         """The input of a layer, and the outputs of it and of those after it, of each batch."""
-        spec = self.model.spec
-        assert spec is not None
         if first:
             states = self._inputs[first]
         else:
             states = [self._embed(params, batch[0]) for batch in self._batches]
         yield states
-        for index in range(first, spec.num_layers):
-            alone, place = cut_layer(self.model, index), find_place(spec, index)
+        for alone, place in self._layers[first:]:
             pairs = zip(states, self._batches, strict=True)
             states = [run_layer(alone, params, place, x, *batch[1:3]) for x, batch in pairs]
             yield states
