@@ -126,6 +126,15 @@ def test_only_a_regular_file_is_replaced(tmp_path):
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "file").read_bytes() == b"old"
 
 
+def test_a_folder_that_cannot_be_made_has_its_remedy(tmp_path, monkeypatch):
+    def refuse(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(WriteError, match=r"/a cannot be written: Permission denied\. Make it"):
+        make_place(tmp_path / "a" / "b.bin")
+
+
 def test_a_place_is_tried_by_its_own_name(tmp_path, monkeypatch):
     """`tempfile` says an absolute path of a file that nobody asked for."""
     monkeypatch.chdir(tmp_path)

@@ -62,7 +62,7 @@ from kdjax.export import export_gguf
 from kdjax.export.card import begin_card, show_bound
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.export.staging import check_sources, check_target, stage
-from kdjax.formats.files import make_folder, make_place, replacing
+from kdjax.formats.files import make_place, replacing
 from kdjax.formats.imatrix import hash_importance, write_importance
 from kdjax.formats.recipes import RECIPES
 from kdjax.formats.saved import CHECKPOINTS, saved_steps
@@ -502,7 +502,7 @@ def _write_own(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
 
 def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> None:
     args.rank = _choose_rank(args, checkpoint)
-    make_folder(args.work)
+    make_place(args.work / "types.txt")
     _write_own(args, checkpoint)
     settings = _make_config(args, checkpoint.spec, "").data
     work = _Work(args, checkpoint, prepare(settings, checkpoint.tokenizer))

@@ -241,8 +241,8 @@ def writing(path: Path) -> Iterator[None]:
 def make_place(path: Path) -> None:
     """Makes the folder of a file and tries to write there; to be called before long work.
 
-    Raises `UserError` where a file cannot be (a folder is there), `WriteError` or `OSError` where
-    it cannot be written.
+    Raises `UserError` where a file cannot be (a folder is there), `WriteError` where it cannot be
+    written.
     """
     _make_parent(path)
     with writing(path), tempfile.TemporaryFile(dir=path.parent) as file:
@@ -250,9 +250,13 @@ def make_place(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder unless it exists; raises `UserError` where a file has its name."""
+    """Makes the folder unless it exists.
+
+    Raises `UserError` where a file has its name, `WriteError` where the disk refuses it.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         raise UserError(f"{there} is no folder; expected one. Name another place.") from error
