@@ -1,13 +1,13 @@
 """The demo: a small student that has read a few stories learns to write them from kdjax's teacher.
 
-    python -m kdjax.main --config=configs/demo.py
+    kdjax train --config=demo
 
 Nothing is downloaded: teacher, student, stories and held-out stories are in kdjax/demo/, where the
 models' cards say how all of it was made. After the file name `:baseline` trains the same student on
 the same rows without the teacher, which then runs in evaluations only; `:random` begins with random
 weights, and `:random_baseline` does without the teacher. scripts/demo/compare.py runs pairs.
 `:q4_0` trains what a file of Q4_0 blocks holds (docs/rounding.md).
-`:onpolicy` trains on answers of the student's own beside the text (docs/onpolicy.md).
+`:onpolicy` trains on half stories, half answers that the student writes (docs/onpolicy.md).
 
 Held-out KL from the teacher goes from 1.85 to 0.75 nats a token, and each evaluation is better than
 the one before. docs/records/2026-11-28-demo-stories.md has other models and settings.

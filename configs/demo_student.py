@@ -4,9 +4,9 @@
 
 calls this config and exports its result; text, steps, time and figures of the model that kdjax
 ships are in its card, kdjax/demo/student.md. No teacher takes part, and none of the demo's own
-stories is read. By hand, with text of one's own:
+stories is read. By hand, with your text:
 
-    python -m kdjax.main --config=configs/demo_student.py --workdir=runs/demo_student \
+    kdjax train --config=demo_student --workdir=runs/demo_student \
       --config.data.train=FILES --config.data.heldout=FILES
 """
 

@@ -3,9 +3,9 @@
     bash scripts/demo/make_teacher.sh CORPUS OUT
 
 calls this config and exports its result; text, steps, time and figures of the model that kdjax
-ships are in its card, kdjax/demo/teacher.md. By hand, with text of one's own:
+ships are in its card, kdjax/demo/teacher.md. By hand, with your text:
 
-    python -m kdjax.main --config=configs/demo_teacher.py --workdir=runs/demo_teacher \
+    kdjax train --config=demo_teacher --workdir=runs/demo_teacher \
       --config.data.train=FILES --config.data.heldout=FILES
 """
 

@@ -2,7 +2,7 @@
 
     python -m scripts.corpus.prompts runs/prompts --read=python:stdlib,jax,flax,transformers \
         --benchmark=HumanEval.jsonl.gz --benchmark=mbpp.jsonl
-    python -m kdjax.main --config=configs/onpolicy_1p5b_0p5b.py
+    kdjax train --config=onpolicy_1p5b_0p5b
 
 A new round of answers every 6 steps. Three seeds of 250 s, three wordings: HumanEval 0.2 points
 (-4.0 to 4.4), MBPP 2.1 (0.2 to 4.1), so less than `qwen1p5b_0p5b:lora` has from text

@@ -1,6 +1,6 @@
 """Qwen2.5-Coder 7B (Q4_K_M GGUF) into 0.5B, on one GPU.
 
-    python -m kdjax.main --config=configs/qwen7b_0p5b.py --workdir=runs/a
+    kdjax train --config=qwen7b_0p5b --workdir=runs/a
 
 Models (about 5 GB) come from the Hugging Face Hub unless models/ has them; the text is the Python
 of installed packages. The rates are those of the 1.5B; this pair has not been trained to its end:
@@ -15,7 +15,7 @@ from kdjax.recipes import check_kind, coder_pair, tiny
 
 
 def get_config(kind: str = "") -> Config:
-    """The run; of kind "reference" as the earlier system planned it, of kind "tiny" that small."""
+    """The run; of kind "reference" as aprender planned it, of kind "tiny" its small double."""
     check_kind("qwen7b_0p5b", kind, "reference", "tiny")
     config = coder_pair("7B")
     config.data.seq_len = 512

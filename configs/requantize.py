@@ -1,7 +1,6 @@
 """A GGUF file to the same model, smaller: it trains, rounded, to say what it said before.
 
-    python -m kdjax train --config=configs/requantize.py:q3_k_m --workdir=runs/q3 \
-        --config.student.path=model.gguf
+    kdjax train --config=requantize:q3_k_m --workdir=runs/q3 --config.student.path=model.gguf
     kdjax export runs/q3 --format=gguf --out=model-q3_k_m.gguf
 
 After the file name the type: a recipe of the exporter, or types by name, such as `blocks=Q2_K`. The
