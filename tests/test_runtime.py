@@ -8,16 +8,20 @@ import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import jax
+import programs
 import pytest
 from jax._src import xla_bridge
+from jax.sharding import NamedSharding, PartitionSpec
 from test_probe import GB10, GH200, H200, ORIN, RTX_4090, SILENT
 
 from kdjax.commands import cli
 from kdjax.device import runtime
 from kdjax.device.probe import Device, Probe
 from kdjax.device.runtime import GIB, DeviceMemory, classify_device_memory, configure, memory_policy
+from kdjax.device.sharding import make_local_mesh
 from kdjax.errors import UserError
 
 
@@ -313,6 +317,19 @@ def test_programs_of_several_cpu_devices_are_not_cached(tmp_path, devices, kept)
     run = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(run, env=os.environ | own, capture_output=True, text=True)
     assert done.stdout.split() == ["True", str(kept)], done.stderr
+
+
+@pytest.mark.parametrize(("change", "kept"), [(lambda x: 2 * x, 1), (lambda x: x - x.sum(), 0)])
+def test_tests_keep_programs_of_several_devices_without_collectives(monkeypatch, change, kept):
+    """Their own writer: `tests/programs.py`."""
+    place = NamedSharding(make_local_mesh(2), PartitionSpec("data"))
+    lowered = jax.jit(change).lower(jax.ShapeDtypeStruct((8,), "float32", sharding=place))
+    executable = lowered.compile().runtime_executable()
+    assert "num_partitions=2" in executable.hlo_modules()[0].to_string()
+    write = mock.Mock()
+    monkeypatch.setattr(programs, "_write", write)
+    programs._write_safe("key", 1.0, "name", None, executable, ())
+    assert write.call_count == kept
 
 
 def test_compilation_cache_precedence(tmp_path, not_started, monkeypatch):
