@@ -418,15 +418,8 @@ def middle(model, learned):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path, head, confident",
-    [
-        *(("qwen3", kind, confident) for kind in ("anchored", "bonus") for confident in (0, 1)),
-        ("qwen35", "anchored", 0),  # how sure a head is does not depend on its target
-        ("qwen35moe", "anchored", 0),
-    ],
-    indirect=["path", "head"],
-)
+@EACH
+@pytest.mark.parametrize("confident", [False, True])
 def test_the_head_drafts_and_the_text_stays(model, learned, middle, confident):
     """Texts, passes and accepted drafts are those of whole texts read anew; slots are refilled."""
     least = confident * middle
