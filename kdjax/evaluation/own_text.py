@@ -25,7 +25,7 @@ from kdjax.models.tokenizer import Tokenizer
 _log = logging.getLogger("kdjax")
 
 _WORD = re.compile(r"own(?::(\d+))?")
-_TEXTS = {"cpu": 64, "gpu": 4096}  # texts that `own` stands for, by platform
+_TEXTS = {"cpu": 32, "gpu": 4096}  # texts that `own` stands for, by platform
 LONGEST = 512  # ids of a text or an answer
 QUESTION = 128  # ids of a user's turn
 _HERE = "\ue000"  # a message that no template has in its own words: where a turn begins
