@@ -600,15 +600,23 @@ def test_a_form_is_told_from_a_student_and_from_a_model_trained_apart(bigram, de
     assert not forms.is_form_of(open_checkpoint(bigram), one)
 
 
+@pytest.fixture(scope="module")
+def four_bits(tmp_path_factory):
+    """The teacher's matrices as Q4_0."""
+    path = tmp_path_factory.mktemp("four-bits") / "x.gguf"
+    rewritten(open_table(TEACHER), path, "Q4_0")
+    return path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["layers", "norm", None])
-def test_what_only_a_teacher_tells(monkeypatch, tmp_path, capsys, damage):
+def test_what_only_a_teacher_tells(monkeypatch, four_bits, tmp_path, capsys, damage):
     """Damage whose text stays plausible is weak by itself, and named beside its source."""
     from kdjax.commands import evaluate
 
     monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
     monkeypatch.setattr(examine, "of_answers", lambda _: ([], []))  # most of the time
-    rewritten(open_table(TEACHER), tmp_path / "x.gguf", "Q4_0", **DAMAGE.get(damage, {}))
+    rewritten(open_table(four_bits), tmp_path / "x.gguf", "", **DAMAGE.get(damage, {}))
     (tmp_path / "text.py").write_text(probes.TEXT * 4)
     flags = [f"--json={tmp_path / 'out.json'}", f"--data=code={tmp_path / 'text.py'}", "--rows=2"]
     flags += ["--seq-len=256", f"--teacher={TEACHER}@dense:float32"]

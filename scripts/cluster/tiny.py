@@ -45,20 +45,6 @@ def write(folder: Path) -> Path:
     return config
 
 
-def start(
-    config: Path,
-    workdir: Path,
-    processes: int,
-    devices: int,
-    *flags: str,
-    last: Sequence[str] = (),
-    **variables: str,
-) -> list[subprocess.Popen[str]]:
-    """Starts processes that train together; see `launch`."""
-    command = ["kdjax.main", f"--config={config}", f"--workdir={workdir}", *flags]
-    return launch(command, processes, devices, last=last, **variables)
-
-
 def launch(
     module: Sequence[str],
     processes: int,
