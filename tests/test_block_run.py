@@ -279,7 +279,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
     capsys.readouterr()
     for more, message in (
         ([f"--out={out}"], "is there already"),
-        ([f"--out={served}", "--overwrite"], f"{served} is the model that is read"),
+        ([f"--out={served}", "--overwrite"], f"{served} is what the command reads"),
         ([f"--out={tmp_path}/p.gguf", "--steps=0"], "run:\n  train.steps=0"),
         ([f"--out={out}/p.gguf", f"--workdir={tmp_path}/p"], "o.gguf is no folder"),
         ([f"--out={tmp_path}/p.gguf", "--type=iq1_s"], "expected one of F32"),

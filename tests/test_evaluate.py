@@ -727,6 +727,17 @@ def test_a_flag_that_does_not_fit_the_model_is_no_fault_of_the_model(command, pa
         assert (status, document) == (2, None) and message in printed.err
 
 
+def test_figures_replace_nothing_that_is_read(pair, tmp_path, capsys):
+    """--json=MODEL was the end of the model, --json=DATA of the data."""
+    (text := tmp_path / "a.txt").write_text("one two three\n" * 9)
+    model = pair / "student.gguf"
+    for path in (model, text):
+        before = path.read_bytes()
+        assert evaluate.main([str(model), f"--data={tmp_path}", f"--json={path}"]) == 2
+        said = f"error: {path} is what the command reads; expected another. Give another --json.\n"
+        assert capsys.readouterr().err == said and path.read_bytes() == before
+
+
 @pytest.mark.parametrize("draft", [[], ["--draft"]])
 def test_text_that_cannot_be_read_is_no_fault_of_the_model(
     command, pair, tmp_path, monkeypatch, draft

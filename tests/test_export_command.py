@@ -133,9 +133,9 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     fails("receipt.json: not JSON.*Restore it", bare, "--format=gguf", out)
     path = student.checkpoint.path
     where = ["--format=gguf", f"--out={path}", "--overwrite"]
-    fails("is the model that is read", path, *where, "--type=q4_0")
+    fails("is what the command reads", path, *where, "--type=q4_0")
     folder = ["--format=hf", "--overwrite", f"--out={tmp_path}/hf"]
-    fails("is the model that is read", tmp_path / "hf", *folder)
+    fails("is what the command reads", tmp_path / "hf", *folder)
     (tmp_path / "a.gguf").write_bytes(b"before")
     capsys.readouterr()
     fails("there already", workdir, "--format=gguf", out)

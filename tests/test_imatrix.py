@@ -106,7 +106,7 @@ def test_a_place_that_takes_no_file_is_refused_before_the_model_reads(
     (tmp_path / "link.gguf").symlink_to(models / "student.gguf")
     for out in (models / "student.gguf", tmp_path / "link.gguf"):
         assert imatrix.main([*where, f"--out={out}", "--overwrite"]) == 2
-        assert f"error: {out} is the model that is read" in capsys.readouterr().err
+        assert f"error: {out} is what the command reads" in capsys.readouterr().err
     assert imatrix.main([*where[:2], f"--out={tmp_path}/a.gguf", "--seq-len=99999"]) == 2
     assert "--seq-len=99999: the model has " in capsys.readouterr().err
 

@@ -474,7 +474,7 @@ def test_what_would_fail_late_is_refused_before_a_model_is_read(
     source = exact / "student.gguf"
     before = source.read_bytes()
     for flags, message in (
-        ([f"--out={source}", "--overwrite"], f"error: {source} is the model that is read"),
+        ([f"--out={source}", "--overwrite"], f"error: {source} is what the command reads"),
         ([f"--costs={tmp_path}/none.json"], "none.json: No such file"),
         (["--seq-len=99999"], "--seq-len=99999: the model has "),
     ):

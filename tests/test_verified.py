@@ -283,7 +283,7 @@ def test_the_command_answers_prompts(models, tmp_path, capsys):
         ("--timeout=2", "--timeout has no meaning with --prompts"),
         (f"--exercises={out}", "not allowed with argument"),
         ("--seconds=-1", "--seconds=-1 must be 0 or more"),
-        ("--seconds=nan", "--seconds=nan must be 0 or more"),
+        ("--seconds=nan", "--seconds: found 'nan'; expected a finite number"),
         ("--seed=1", "made with other --seed;"),
         ("--samples=0", "--samples=0 must be 1 or more"),
     ):

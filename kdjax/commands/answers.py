@@ -84,9 +84,7 @@ def _check(args: argparse.Namespace) -> Sampling:
             setattr(args, name, value)
     args.wording = args.wording or "instruct"
     args.timeout = sandbox.DEFAULT.wall_seconds if args.timeout is None else args.timeout
-    check_least(args, samples=1, max_tokens=1, batch_size=1, limit=0)
-    if not args.seconds >= 0:
-        raise UserError(f"--seconds={args.seconds:g} must be 0 or more.")
+    check_least(args, samples=1, max_tokens=1, batch_size=1, limit=0, seconds=0)
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, seed=args.seed)
     check_asked(sampling, args.samples, args.timeout)
     return sampling

@@ -55,6 +55,7 @@ from kdjax.evaluation import drafting, heldout, passk, problems, sandbox, table
 from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding
 from kdjax.evaluation.target import Target, open_target
+from kdjax.export.staging import check_sources
 from kdjax.formats.files import make_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, ModelArgument
@@ -175,8 +176,8 @@ def check(args: argparse.Namespace) -> Request:
             f"--cost-ratio={args.cost_ratio:g} must be a number above 0, and needs --draft."
         )
     passes = _list_passes(args)
-    for text in filter(None, (args.target, args.teacher)):
-        ModelArgument.parse(text)
+    models = filter(None, (args.target, args.teacher))
+    sources: list[str | Path] = [ModelArgument.parse(text).path for text in models]
     split = [text.partition("=") for text in args.data]
     domains = {name: paths if equals else name for name, equals, paths in split}
     if len(domains) < len(split) or ("all" in domains and len(domains) > 1):
@@ -187,7 +188,7 @@ def check(args: argparse.Namespace) -> Request:
     if not all(domains.values()):
         raise UserError("--data: found a name without paths; expected --data=NAME=PATHS.")
     for patterns in domains.values():
-        find_files(patterns, Fields.parse(args.fields))
+        sources += find_files(patterns, Fields.parse(args.fields))
     benchmarks = {
         name: read(path)[: args.limit or None]
         for name, read in problems.BENCHMARKS.items()
@@ -196,6 +197,7 @@ def check(args: argparse.Namespace) -> Request:
     if benchmarks:
         sandbox.check(args.allow_unsandboxed)
     if args.json:
+        check_sources(args.json, [*sources, args.draft, args.humaneval, args.mbpp], "--json")
         make_place(args.json)
     return Request(args, domains, benchmarks, passes)
 

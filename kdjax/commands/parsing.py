@@ -166,7 +166,7 @@ def check_least(args: argparse.Namespace, **least: int) -> None:
     """Raises `UserError` for the first of these flags that is below its least value."""
     for name, number in least.items():
         if (value := getattr(args, name)) is not None and value < number:
-            raise UserError(f"--{name.replace('_', '-')}={value} must be {number} or more.")
+            raise UserError(f"--{name.replace('_', '-')}={value:g} must be {number} or more.")
 
 
 def check_seq_len(args: argparse.Namespace, checkpoint: Checkpoint) -> None:

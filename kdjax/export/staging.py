@@ -37,15 +37,16 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
         )
 
 
-def check_sources(out: Path, sources: Iterable[str | Path]) -> None:
+def check_sources(out: Path, sources: Iterable[str | Path | None], flag: str = "--out") -> None:
     """Raises `UserError` for a target that is one of the files that it is made of, or their folder.
 
     Sources that are not there are passed over.
     """
+    if not out.exists():
+        return
     there = [Path(source) for source in filter(None, sources) if Path(source).exists()]
-    places = [place for path in there for place in (path, path.parent)]
-    if out.exists() and any(out.samefile(place) for place in places):
-        raise UserError(f"{out} is the model that is read; expected another. Give another --out.")
+    if any(out.samefile(place) for path in there for place in (path, path.parent)):
+        raise UserError(f"{out} is what the command reads; expected another. Give another {flag}.")
 
 
 @contextlib.contextmanager
