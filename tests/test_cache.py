@@ -372,15 +372,17 @@ def test_a_changed_run_is_refused(run, tmp_path, changes, says):
 @pytest.mark.slow
 def test_a_run_finds_just_the_rows_that_it_reads(run, tmp_path, undrawn):
     """A longer run is refused before its first step; the cache it adds to stays the first one's."""
-    short = dict(train__steps=2, train__batch_size=8, optim__warmup_steps=1)
+    short = dict(train__steps=2, train__batch_size=8, optim__warmup_steps=1, eval__rows=3)
     config, out = with_cache(run[0], "", **short), tmp_path / "cache"
     cache_teacher(config, out, CachedHidden())
     counts = [s["rows"] for s in json.loads((out / "index.json").read_text())["shards"].values()]
     held = sum(last - first + 1 for runs in counts for first, last in runs)
     job = assemble(with_cache(config, out), tmp_path)
-    assert held == 16 + len(job.rows.heldout) < len(job.rows.train)
+    assert held == 16 + 3 < min(len(job.rows.train), 16 + len(job.rows.heldout))
     live = curve(with_cache(config, ""), tmp_path / "live")
     assert curve(with_cache(config, out), tmp_path / "cached") == live
+    with pytest.raises(UserError, match=f"found {held - 1} of the {held + 1} rows that this"):
+        assemble(with_cache(config, out, eval__rows=4), tmp_path)
     longer = with_cache(config, "", train__steps=3)
     with pytest.raises(UserError, match=f"found {held} of the {held + 8} rows that this run reads"):
         assemble(with_cache(longer, out), tmp_path)
@@ -424,6 +426,7 @@ def test_batches_carry_the_rows_own_columns(run, tmp_path):
     batch, cache = job.source.next({}), job.cache
     for got, row in zip(batch["teacher_label"], batch["row_ids"], strict=True):
         np.testing.assert_array_equal(got, cache.train[int(row)]["teacher_label"])
-    held = pipeline.eval_batches(job.rows.heldout, batch_size=2, limit=None, more=cache.heldout)
-    got = next(held)["teacher_odds"][1]
-    np.testing.assert_array_equal(got, cache.heldout[1]["teacher_odds"])
+    limit, held = job.config.eval.rows, job.rows.heldout
+    batch = next(pipeline.eval_batches(held, batch_size=2, limit=limit, more=cache.heldout))
+    record = cache.heldout[int(batch["row_ids"][1])]
+    np.testing.assert_array_equal(batch["teacher_odds"][1], record["teacher_odds"])

@@ -3,7 +3,7 @@
     kdjax cache --config=qwen1p5b_0p5b --out=cache --k=64
     kdjax train --config=qwen1p5b_0p5b --config.teacher.cache=cache --workdir=runs/a
 
-The config and other flags are the run's: the rows of its steps and all held-out rows are cached,
+The config and other flags are the run's: the rows of its steps and of its evaluations are cached,
 with `--all` every row of the text. The command of a longer run adds the rows that it reads.
 `topk` stores the top-k ids of each position, for the configured temperature alone; `hidden` stores
 the last hidden states, for any temperature. The same command continues one that was stopped.

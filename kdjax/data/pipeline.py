@@ -175,6 +175,11 @@ def list_rows(rows: int, *, batch_size: int, seed: int, batches: int) -> np.ndar
     return np.sort(np.asarray([order[i] for i in range(count)], np.int64))
 
 
+def list_heldout(rows: int, limit: int | None) -> np.ndarray:
+    """Numbers of the rows that an evaluation reads: `limit` or fewer, spread evenly over all."""
+    return np.linspace(0, rows - 1, min(rows, limit or rows)).astype(np.int64)
+
+
 def eval_batches(
     rows: Rows,
     *,
@@ -184,12 +189,12 @@ def eval_batches(
     process_count: int = 1,
     more: Columns | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields batches of the same `limit` rows or fewer, spread evenly over all; pads the last.
+    """Yields batches of the rows of `list_heldout`; pads the last.
 
     Padding rows have weight 0 and row id -1.
     """
-    count = min(len(rows), limit or len(rows))
-    chosen = np.linspace(0, len(rows) - 1, count).astype(np.int64)
+    chosen = list_heldout(len(rows), limit)
+    count = len(chosen)
     empty = {k: np.zeros_like(v) for k, v in example(rows, 0, more).items()}
     empty["row_ids"] = np.int64(-1)
     share = batch_size // process_count

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdjax.config import Config, TeacherConfig, last_step, settle_dtype
+from kdjax.config import Config, TeacherConfig, settle_dtype
 from kdjax.data import teacher_cache
 from kdjax.data.answers import Said
 from kdjax.data.pipeline import example, stack_examples
@@ -100,7 +100,7 @@ def cache_teacher(
             yield records[: len(mine)]
 
     start = time.perf_counter()
-    read = None if all_rows else list_read_rows(config.train, rows, last_step(config))
+    read = None if all_rows else list_read_rows(config, rows)
     teacher_cache.write(out, spec, produce, read)
     _log.info("done in %.1f s: --config.teacher.cache=%s", time.perf_counter() - start, out)
 

@@ -15,7 +15,6 @@ from kdjax.config import (
     DataConfig,
     LossConfig,
     StudentConfig,
-    TrainConfig,
     count_own_rows,
     flatten,
     last_step,
@@ -158,13 +157,15 @@ def check_texts(data: DataConfig, tokenizer: Tokenizer) -> None:
         check_split(row_settings(data, tokenizer))
 
 
-def list_read_rows(train: TrainConfig, rows: RowSet, steps: int) -> np.ndarray:
-    """The rows that a run of `steps` reads, held-out ones included, as a cache numbers them."""
+def list_read_rows(config: Config, rows: RowSet) -> np.ndarray:
+    """The rows that a run and its evaluations read, as a cache numbers them."""
+    train, count = config.train, len(rows.train)
     read = pipeline.list_rows(
-        len(rows.train), batch_size=train.batch_size, seed=train.seed, batches=steps
+        count, batch_size=train.batch_size, seed=train.seed, batches=last_step(config)
     )
-    heldout = len(rows.train) + np.arange(len(rows.heldout))
-    return np.concatenate([read, heldout])
+    return np.concatenate(
+        [read, count + pipeline.list_heldout(len(rows.heldout), config.eval.rows)]
+    )
 
 
 def row_settings(data: DataConfig, tokenizer: Tokenizer) -> RowSettings:

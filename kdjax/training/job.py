@@ -23,7 +23,6 @@ from kdjax.config import (
     TrainConfig,
     choose_optim,
     count_own_rows,
-    last_step,
 )
 from kdjax.data import pipeline
 from kdjax.data.counts import TextCounts
@@ -288,7 +287,7 @@ def assemble(
             if isinstance(plan.kind, Teachers):
                 kinds = plan.kind.kinds
             specs = [describe_cache(config, pair, rows, kind, sha256) for kind in kinds]
-            read = list_read_rows(config.train, rows, last_step(config))
+            read = list_read_rows(config, rows)
             cache = open_caches(config.teacher.cache, specs, read)
             _log.info("%s", cache)
         with timing("teacher"):
