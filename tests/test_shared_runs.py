@@ -166,8 +166,13 @@ def test_evaluate_compares_a_run_with_its_teacher(run, tmp_path, monkeypatch):
     out = tmp_path / "figures.json"
     arguments = [workdir, f"--data={config.data.train}", f"--teacher={config.teacher.path}"]
     arguments += [f"--student={config.student.path}", "--rows=8", "--seq-len=32", f"--json={out}"]
+    turns = [{"role": "user", "content": "x?"}, {"role": "assistant", "content": "return self.x"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    arguments[1:1] = [f"--data=chat={tmp_path / 'chat.jsonl'}"]
+    arguments[2] = arguments[2].replace("--data=", "--data=text=")
     assert evaluate.main([*map(str, arguments), "--no-health"]) == 0
-    (figures,) = json.loads(out.read_text())["held_out"].values()
+    chat, figures, _ = json.loads(out.read_text())["held_out"].values()
+    assert chat["overall"]["compared"] > 0.3  # each side reads its own template
     assert 0.3 < figures["overall"]["compared"] < 1 and figures["overall"]["kl_ts"] > 0
     assert np.isnan(figures["classes"]["number"].get("kl_ts", np.nan))  # cut otherwise
 

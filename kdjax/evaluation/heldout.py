@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ from kdjax.data.rows import (
     warn_of_marks,
 )
 from kdjax.data.sources import find_files
-from kdjax.data.text import Document, documents, encode_documents
+from kdjax.data.text import Document, documents, encode_documents, render_records
 from kdjax.device import cluster
 from kdjax.device.sharding import row_shards, split_rows
 from kdjax.errors import UserError
@@ -81,6 +82,8 @@ class Text:
     rows: Rows
     classes: np.ndarray  # int8, index into CLASSES
     bytes: np.ndarray  # int32, UTF-8 bytes of the id's text
+    files: Sequence[Path] = ()
+    fields: Fields = NAMED
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         """Columns `[T]` of a row."""
@@ -105,7 +108,8 @@ def read_text(
     `parse_special` is as for `data.rows.tokenize_documents`. Of a record longer than a row the end
     is read. Raises `UserError` for text that cannot be read or has no target.
     """
-    source = documents(find_files(patterns, fields), tokenizer, fields)
+    files = find_files(patterns, fields)
+    source = documents(files, tokenizer, fields)
     packer, placed = Packer(seq_len + 1), list[tuple[Document, list[Piece]]]()
     wholes = WholePacker[Document](seq_len + 1, seq_len + 1, "cut")
     for document, ids, _ in tokenize_documents(
@@ -139,7 +143,7 @@ def read_text(
                 row = {name: c[at[piece.row]] for name, c in columns.items()}
                 piece.copy(values, row, tokenizer.opening_id)
     classes, sizes = columns.pop("classes"), columns.pop("bytes")
-    return Text(Rows(**columns), classes, sizes)
+    return Text(Rows(**columns), classes, sizes, files, fields)
 
 
 def _describe_tokens(
@@ -346,6 +350,10 @@ def measure(
     figures over all of them. Raises `UserError` for models that do not go together.
     """
     vocabulary = shared_vocabulary(target.checkpoint, teacher and teacher.checkpoint)
+    if teacher is not None:
+        both = target.checkpoint.tokenizer, teacher.checkpoint.tokenizer
+        for text in texts.values():
+            vocabulary.learn(render_records(text.files, *both, text.fields))
     spec = _make_spec(vocabulary)
     size = split_rows(batch_size, mesh) * row_shards(mesh)
     batches = {name: text.batches(size) for name, text in texts.items()}

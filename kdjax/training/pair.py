@@ -1,5 +1,6 @@
 """Two checkpoints, proven to fit: one vocabulary, rows within both contexts, different weights."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -181,12 +182,12 @@ def choose_vocabulary(
     maps, "shared" maps without a proof. With `either` the teacher's vocabulary may as well be the
     beginning of the student's, as where models are compared and none trains.
     """
-    ours, theirs = (student_rows, student), (teacher_rows, teacher)
-    if either and (teacher_rows, teacher.vocab_size) < (student_rows, student.vocab_size):
-        ours, theirs = theirs, ours
     if asked != "shared":
+        if either and (teacher_rows, teacher.vocab_size) < (student_rows, student.vocab_size):
+            with contextlib.suppress(_Differ):  # its message would name the other side
+                return align(teacher_rows, student_rows, teacher, student)
         try:
-            return align(ours[0], theirs[0], ours[1], theirs[1])
+            return align(student_rows, teacher_rows, student, teacher)
         except _Differ as error:
             if asked == "same":
                 raise

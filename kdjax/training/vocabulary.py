@@ -93,7 +93,7 @@ class Vocabulary:
         """The kind with which a step reads the teacher."""
         return kind
 
-    def refuse(self, what: object, why: str) -> None:
+    def refuse(self, what: object, why: str, remedy: str = "") -> None:
         """Raises `UserError` if there is something that two tokenizers do not go together with."""
 
     def narrow(self, rows: int) -> "Vocabulary":
@@ -188,16 +188,16 @@ class SharedVocabulary(Vocabulary):
 
     def adapt(self, kind: TeacherKind, extra: object) -> TeacherKind:
         known = "" if type(kind) in _READS else f"a teacher of the kind {kind.name!r}"
-        one = "its predictions have ids and positions of one row, as cached hidden states have not"
-        self.refuse(known, one)
+        one = "its predictions have ids and positions of one row"
+        self.refuse(known, one, "Cache hidden states (kdjax cache --kind=hidden)")
         self.refuse(extra and "losses of layers", "hidden states of two rows do not correspond")
         return Reread(kind, self.ids)
 
-    def refuse(self, what: object, why: str) -> None:
+    def refuse(self, what: object, why: str, remedy: str = "Leave that out") -> None:
         if what:
             raise UserError(
                 f"found two tokenizers and {what}; expected one tokenizer for both models: {why}. "
-                "Leave that out, or choose a teacher of the student's tokenizer."
+                f"{remedy}, or choose a teacher of the student's tokenizer."
             )
 
     def columns(self, read: Callable[[int], dict[str, Any]]) -> "RowColumns":

@@ -269,11 +269,13 @@ def of_figures(
         findings += ask((detectors.near_chance, row["ce"], real, name, 1.0))
     if teacher is None:
         return findings, bit
-    name, row = max(overall.items(), key=lambda item: item[1]["kl_ts"])
+    # Of two tokenizers a text may have no position that is compared.
+    compared = {name: row["kl_ts"] for name, row in overall.items() if "kl_ts" in row}
+    name = max(compared, key=lambda name: compared[name], default="")
     checkpoints = target.checkpoint, teacher.checkpoint
-    if row["kl_ts"] > detectors.FAR_NATS and forms.is_form_of(*checkpoints):
+    if name and compared[name] > detectors.FAR_NATS and forms.is_form_of(*checkpoints):
         bit = forms.cost_of_a_bit(target, teacher, mesh)
-        findings += ask((detectors.far_from_teacher, row["kl_ts"], bit, name))
+        findings += ask((detectors.far_from_teacher, compared[name], bit, name))
     return findings, bit
 
 
