@@ -303,6 +303,7 @@ def test_one_command_makes_a_small_draft_from_prompts(models, tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"\n  llama-server -m {big} -md {out} --spec-type draft-simple" in said
     assert "accepted a pass" in said and "48 of 48 prompts answered" in said
+    assert said.count("next:") == 1 and "kdjax verify" not in said  # the run's own are not said
     answers = (tmp_path / "o.answers.jsonl").read_bytes()
     assert 40 <= answers.count(b"def f") <= 48  # empty ones are left out
     again = [f"--out={out}", "--overwrite", *how]

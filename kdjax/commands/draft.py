@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     make_place(run.options.out)
     status = _answer(run.options)
     if status == FINISHED:
-        status = carry_out(run)
+        status = carry_out(run, part=True)
     if status != FINISHED or jax.process_index() != 0:
         return status
     _write(run)

@@ -74,8 +74,11 @@ def main(argv: list[str] | None = None) -> int:
     return carry_out(run)
 
 
-def carry_out(run: RunCommand) -> int:
-    """Plans or trains a command line's run; returns the exit status."""
+def carry_out(run: RunCommand, *, part: bool = False) -> int:
+    """Plans or trains a command line's run; returns the exit status.
+
+    A run that is `part` of another command leaves it to that command to say what comes next.
+    """
     if run.options.plan:
         return plan_run(run, run.options.machine)
     workdir = Path(run.options.workdir or Path("runs", run.name))
@@ -84,10 +87,10 @@ def carry_out(run: RunCommand) -> int:
         require_files(run)
     options = {name: getattr(run.options, name) for name in ("distributed", "join_timeout")}
     options["suits_cpu"] = run.suits_cpu
-    return train_and_report(run.config, workdir, **options)
+    return train_and_report(run.config, workdir, part=part, **options)
 
 
-def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
+def train_and_report(config: Config, workdir: Path, *, part: bool = False, **options: Any) -> int:
     """Trains and says how the run ended; returns the exit status. `options` are `distill`'s."""
     verdict = Verdict(config) if config.smoke.steps else None
     try:
@@ -117,12 +120,13 @@ def train_and_report(config: Config, workdir: Path, **options: Any) -> int:
     if jax.process_index() != 0:
         return FINISHED
     print(f"done: {workdir}", *closing_lines(workdir, saved_steps(workdir)[-1]), sep="\n")
-    print("\n".join(list_next(config, workdir)))
+    if not part:
+        print("\n".join(list_next(config, workdir)))
     return FINISHED
 
 
 def list_next(config: Config, workdir: Path) -> list[str]:
-    """Commands to type after a finished run, below a title; `kdjax draft` has its own."""
+    """Commands to type after a finished run, below a title; none after one of a block or head."""
     student, run = config.student, shlex.quote(str(workdir))
     if student.block:
         return []
