@@ -286,12 +286,19 @@ def softmax_sums(
         return ours
     their_peak = find_peak(teacher)
     theirs = total(jnp.exp(lower(teacher, their_peak) / temperature))
-    # On a CPU, 128 positions of 49,152 ids: 26 ms; 52 without a barrier, as XLA writes out what
-    # several sums read; 131 with a sum of the product in place of a dot.
-    peaks = jax.lax.optimization_barrier((peak, their_peak))
-    x, y = (lower(*side) / temperature for side in zip((student, teacher), peaks, strict=True))
-    exact = jax.lax.Precision.HIGHEST
-    distance = jnp.einsum("...v,...v->...", jnp.exp(y), y - x, precision=exact)[..., None]
+
+    def sum_terms(*peaks: Array) -> Array:
+        x, y = (lower(*side) / temperature for side in zip((student, teacher), peaks, strict=True))
+        return total(jnp.exp(y) * (y - x))
+
+    def dot_terms(*peaks: Array) -> Array:
+        """128 positions of 49,152 ids in 26 ms of a CPU, without the barrier 52, by the sum 131."""
+        peaks = jax.lax.optimization_barrier(peaks)
+        x, y = (lower(*side) / temperature for side in zip((student, teacher), peaks, strict=True))
+        exact = jax.lax.Precision.HIGHEST
+        return jnp.einsum("...v,...v->...", jnp.exp(y), y - x, precision=exact)[..., None]
+
+    distance = jax.lax.platform_dependent(peak, their_peak, cpu=dot_terms, default=sum_terms)
     return ours._replace(teacher_peak=their_peak, teacher_soft=theirs, distance=distance)
 
 
