@@ -168,7 +168,7 @@ class Checkpoints:
         if disk.free < need and disk.total:  # some file systems do not say
             raise WriteError(
                 f"{self._folder}: found {disk.free / 1e9:.3f} GB free on its disk; expected "
-                f"{need / 1e9:.3f} GB for a checkpoint. Free some space there, or name a --workdir "
+                f"{need / 1e9:.3f} GB for a checkpoint. Free some space there, or name a folder "
                 "on another disk, and run the same command again."
             )
         return need
