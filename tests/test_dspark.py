@@ -429,7 +429,7 @@ def test_the_head_drafts_and_the_text_stays(model, learned, middle, confident):
     for prompt, answer, alone in zip(PROMPTS, found, plain, strict=True):
         ids, *counts = draft_by_hand(model, learned, prompt, 30, least)
         assert answer.ids == ids == alone.ids and [*answer.drafted] == counts
-    assert sum(answer.drafted.accepted for answer in found) > (2 if confident else 10)
+    assert sum(answer.drafted.accepted for answer in found) > (1 if confident else 10)
 
 
 @pytest.mark.slow
