@@ -267,8 +267,8 @@ def lend_one():
 def one_device():
     """Runs and commands of the module have one device, not eight.
 
-    What they compile is kept, for other modules and for the next run: no program of several devices
-    is. A run whose config names a number (`mesh.data=2`) gets that many.
+    What they compile is kept, for other modules and for the next run; of several devices programs
+    with collectives are not. A run whose config names a number (`mesh.data=2`) gets that many.
     """
     with lend_one():
         yield

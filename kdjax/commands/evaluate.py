@@ -31,6 +31,7 @@ from kdjax.commands.parsing import (
     add_cluster_flags,
     add_fields_flag,
     check_least,
+    check_seq_len,
     log_to_terminal,
     started,
 )
@@ -424,13 +425,9 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
         share(checkpoint, teacher)
     drafting.find_own(args.draft, checkpoint)
     most = checkpoint.spec.max_positions
-    # A draft's rows are as long as prompts and answers.
-    for name, one in {"model": checkpoint, "teacher": teacher or checkpoint}.items():
-        known = one.spec.max_positions
-        if request.domains and not args.draft and args.seq_len > known:
-            raise UserError(
-                f"--seq-len={args.seq_len}: the {name} has {known} positions; lower it."
-            )
+    if request.domains and not args.draft:  # a draft's rows are as long as prompts and answers
+        check_seq_len(args, checkpoint)
+        check_seq_len(args, teacher or checkpoint, "teacher")
     if request.benchmarks and args.max_tokens >= most:
         raise UserError(
             f"--max-tokens={args.max_tokens} leaves no room for a prompt in {most} "

@@ -169,10 +169,10 @@ def check_least(args: argparse.Namespace, **least: int) -> None:
             raise UserError(f"--{name.replace('_', '-')}={value:g} must be {number} or more.")
 
 
-def check_seq_len(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
+def check_seq_len(args: argparse.Namespace, checkpoint: Checkpoint, name: str = "model") -> None:
     """Raises `UserError` for a --seq-len beyond the positions that the model knows."""
     if args.seq_len > (most := checkpoint.spec.max_positions):
-        raise UserError(f"--seq-len={args.seq_len}: the model has {most} positions; lower it.")
+        raise UserError(f"--seq-len={args.seq_len}: the {name} has {most} positions; lower it.")
 
 
 class RunCommand(NamedTuple):

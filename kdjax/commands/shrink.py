@@ -93,7 +93,7 @@ _WRITING = 0.1  # of that peak, while a model writes
 _SLOTS = {"cpu": 16, "gpu": 256}  # texts that are written at a time, at most
 _FULL = 0.8  # of a device, which what is not counted may fill
 _STACKS = 5  # of one parameter that costs have in memory: rounded, and exchanged in four trees
-_DEFAULT = "own,python:flax,optax,numpy"  # about half of each (docs/quantize.md)
+_SOURCES = "own,python:flax,optax,numpy"  # about half of each (docs/quantize.md)
 _RANK = 64  # of adapters, where the masters of a training do not fit
 _READ = 64  # rows that importance and GPTQ read
 _PACE = 6  # steps that are timed for --seconds; the first compiles
@@ -113,7 +113,7 @@ def _parser() -> Parser:
     size.add_argument("--bits", type=float, help="bits a weight of the matrices, as 3.2")
     size.add_argument("--like", metavar="RECIPE", help="the size of a recipe, as q2_k")
     words = "folders, files, `own`, by commas"
-    add("--text", default=_DEFAULT, metavar="PATHS", help=words)
+    add("--text", default=_SOURCES, metavar="PATHS", help=words)
     add_fields_flag(add)
     add("--heldout", default="", metavar="PATHS", help="text to judge by; default: 2%% of --text")
     add("--steps", type=int, default=600, help="optimizer steps")
