@@ -552,7 +552,9 @@ def test_a_guess_worse_than_chance_is_named_on_any_text(mesh):
     assert found == "12.00 nats a token of mail, a uniform guess has 11.93"
     assert detectors.near_chance(11.9, 151665, "mail", 1.0) is None  # Greek to a small model
     figures = {name: {"overall": {"ce": ce}} for name, ce in (("a", 8.2), ("b", 8.4))}
-    found, bit = examine.of_figures(figures, open_target(str(TEACHER)), None, mesh)
+    teacher = open_target(str(TEACHER))
+    ids = teacher.checkpoint.tokenizer.vocab_size
+    found, bit = examine.of_figures(figures, ids, teacher, None, mesh)
     assert [f.evidence for f in found] == ["8.40 nats a token of b, a uniform guess has 8.29"]
     assert bit is None
 

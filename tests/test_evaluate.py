@@ -10,6 +10,7 @@ import math
 import re
 import threading
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -47,6 +48,7 @@ from kdjax.training.heldout import held_out_figures
 from kdjax.training.identity import identify
 from kdjax.training.saving import Checkpoints
 from kdjax.training.step import TrainState
+from scripts.bench.made_tokenizers import make_byte_level
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 from scripts.checks import judge_again
 
@@ -749,6 +751,47 @@ def test_text_that_cannot_be_read_is_no_fault_of_the_model(
     status, document, printed = command(pair / "student.gguf", *asked)
     assert (status, document) == (2, None)
     assert re.search(r"^error: .*a\.jsonl:1: not JSON", printed.err, re.M), printed.err
+
+
+def test_a_teacher_that_reads_no_conversation_is_no_fault_of_the_model(
+    command, pair, tmp_path, monkeypatch
+):
+    """A teacher of another tokenizer, without a template: status 2, before the model works."""
+    monkeypatch.setattr(evaluate, "_run_model", lambda *_: pytest.fail("the model works"))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}"
+    tokenizers = {
+        "student": make_byte_level([CODE], 300, end="<end>", template=template),
+        "teacher": make_byte_level([CODE], 310),
+    }
+
+    def open_with(text, *_, **__):
+        target = open_target(text)
+        checkpoint = dataclasses.replace(target.checkpoint)
+        vars(checkpoint)["tokenizer"] = tokenizers[Path(text).stem]
+        return target._replace(checkpoint=checkpoint)
+
+    monkeypatch.setattr(evaluate, "open_target", open_with)
+    turns = [{"role": "user", "content": "x?"}, {"role": "assistant", "content": "y = 2"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    asked = f"--data={tmp_path}/a.jsonl", f"--teacher={pair}/teacher.gguf"
+    status, document, printed = command(pair / "student.gguf", *asked)
+    assert (status, document) == (2, None)
+    found = re.search(
+        r"^error: .*a\.jsonl:1: the tokenizer has no chat template.*", printed.err, re.M
+    )
+    assert found and found[0].endswith("(the teacher's tokenizer)"), printed.err
+
+
+def test_bad_input_that_a_comparison_finds_is_no_fault_of_the_model(
+    command, pair, tmp_path, monkeypatch
+):
+    """Such as a text without a position to evaluate; an error of another kind is the model's."""
+    monkeypatch.setattr(evaluate, "_run_model", mock.Mock())
+    (tmp_path / "a.txt").write_text("Some prose.\n")
+    for error, status in ((UserError("no position"), 2), (MemoryError("no room"), 8)):
+        monkeypatch.setattr(heldout, "measure", mock.Mock(side_effect=error))
+        asked = pair / "student.gguf", f"--data={tmp_path}/a.txt", "--no-health"
+        assert command(*asked)[0] == status
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ from kdjax.models.decoding import Sampling, find_room
 from kdjax.models.drafts import warn_if_refused
 from kdjax.models.heads import is_head
 from kdjax.models.model import Model
+from kdjax.training.vocabulary import Vocabulary
 
 _log = logging.getLogger("kdjax")
 OTHER = "target"  # value of --draft: the target drafts for the teacher
@@ -239,12 +240,15 @@ class _ModelFailedError(Exception):
 
 
 @contextlib.contextmanager
-def _model_at_work(step: str) -> Iterator[None]:
+def _model_at_work(step: str, *, alone: bool = True) -> Iterator[None]:
+    """Blames errors of a step on the model, but for bad input where it does not work `alone`."""
     _say(step)
     try:
         yield
     # Out of memory, a missing tensor, an operation that XLA refuses: each means no figures.
     except Exception as error:
+        if isinstance(error, UserError) and not alone:  # a text's or the other model's fault
+            raise
         raise _ModelFailedError(f"{step}: {describe_error(error)}"[:2000]) from error
 
 
@@ -292,8 +296,9 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
         # The target exists, but is not a model that could answer.
         raise _ModelFailedError(str(error)) from error
     document["model"] = str(target)
-    _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
+    vocabulary = _check_together(request, target.checkpoint, teacher and teacher.checkpoint)
     texts, prompts = _read_domains(request, target, teacher)
+    heldout.learn_texts(vocabulary, target, teacher, texts)
     if not args.no_health:
         with _model_at_work("reading the model"):
             _add_findings(document, examine.of_files(target.checkpoint))
@@ -301,20 +306,21 @@ def _measure(document: dict[str, Any], request: Request, teacher: Target | None)
     _run_model(document, request, target, mesh)
     if request.domains and not args.draft:
         document |= {"teacher": args.teacher, "held_out": None}
-        with _model_at_work("held-out text"):
+        with _model_at_work("held-out text", alone=False):
             document["held_out"] = heldout.measure(
-                target, teacher, texts, mesh, batch_size=args.batch_size
+                target, teacher, texts, mesh, batch_size=args.batch_size, vocabulary=vocabulary
             )
         if not args.no_health:
-            with _model_at_work("comparing held-out figures"):
-                found = examine.of_figures(document["held_out"], target, teacher, mesh)
+            with _model_at_work("comparing held-out figures", alone=False):
+                figures, real = document["held_out"], vocabulary.real
+                found = examine.of_figures(figures, real, target, teacher, mesh)
             _add_findings(document, found[0])
             document["bit_cost"] = found[1]
     if args.draft:
         document |= {"teacher": args.teacher or args.target, "draft": None}
         if teacher is not None:
             warn_if_refused(teacher.checkpoint, target.checkpoint)
-        with _model_at_work("drafting"):
+        with _model_at_work("drafting", alone=False):
             document["draft"] = drafting.measure(
                 target if teacher else None,
                 teacher or target,
@@ -417,12 +423,13 @@ def _add_findings(document: dict[str, Any], findings: Sequence[Finding]) -> None
     document["broken"] += [dataclasses.asdict(finding) for finding in findings]
 
 
-def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoint | None) -> None:
-    """Raises `UserError` for requests that this model cannot fulfil."""
+def _check_together(
+    request: Request, checkpoint: Checkpoint, teacher: Checkpoint | None
+) -> Vocabulary:
+    """Finds the ids to compare; raises `UserError` for requests that this model cannot fulfil."""
     args = request.args
-    if teacher is not None:
-        share = heldout.shared_spec if args.draft else heldout.shared_vocabulary
-        share(checkpoint, teacher)
+    asked = "same" if args.draft else "auto"
+    vocabulary = heldout.shared_vocabulary(checkpoint, teacher, asked)
     drafting.find_own(args.draft, checkpoint)
     most = checkpoint.spec.max_positions
     if request.domains and not args.draft:  # a draft's rows are as long as prompts and answers
@@ -438,6 +445,7 @@ def _check_together(request: Request, checkpoint: Checkpoint, teacher: Checkpoin
         raise UserError(
             f"--wording={args.wording}: the tokenizer has no chat template; use base or bare."
         )
+    return vocabulary
 
 
 def _run_model(document: dict[str, Any], request: Request, target: Target, mesh: Mesh) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -343,17 +343,17 @@ def measure(
     mesh: Mesh,
     *,
     batch_size: int,
+    vocabulary: Vocabulary | None = None,
 ) -> dict[str, Any]:
     """Measures figures by domain, each with `overall`, `positions` and `classes`; JSON-able.
 
     `texts` come from `read_text` with the target's tokenizer, by name; for several, "all" has the
-    figures over all of them. Raises `UserError` for models that do not go together.
+    figures over all of them. `vocabulary` is the models', which has learned these texts; default:
+    found here. Raises `UserError` for models that do not go together.
     """
-    vocabulary = shared_vocabulary(target.checkpoint, teacher and teacher.checkpoint)
-    if teacher is not None:
-        both = target.checkpoint.tokenizer, teacher.checkpoint.tokenizer
-        for text in texts.values():
-            vocabulary.learn(render_records(text.files, *both, text.fields))
+    if vocabulary is None:
+        vocabulary = shared_vocabulary(target.checkpoint, teacher and teacher.checkpoint)
+        learn_texts(vocabulary, target, teacher, texts)
     spec = _make_spec(vocabulary)
     size = split_rows(batch_size, mesh) * row_shards(mesh)
     batches = {name: text.batches(size) for name, text in texts.items()}
@@ -365,6 +365,19 @@ def measure(
         for name, domain in batches.items()
     }
     return figures | ({"all": _figures(values, flat, pair)} if len(figures) > 1 else {})
+
+
+def learn_texts(
+    vocabulary: Vocabulary, target: Target, teacher: Target | None, texts: Mapping[str, Text]
+) -> None:
+    """Reads the conversations of `texts` for a vocabulary, as each model's template renders them.
+
+    Raises `UserError` naming a record that one of the templates refuses.
+    """
+    if teacher is not None:
+        both = target.checkpoint.tokenizer, teacher.checkpoint.tokenizer
+        for text in texts.values():
+            vocabulary.learn(render_records(text.files, *both, text.fields))
 
 
 def _encode(values: Values) -> str:

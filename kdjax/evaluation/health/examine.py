@@ -16,7 +16,6 @@ from scipy.optimize import linear_sum_assignment
 from kdjax.evaluation.health import detectors, forms, probes
 from kdjax.evaluation.health.detectors import Finding, LogitStats, ask
 from kdjax.evaluation.health.weights import matrix_stats
-from kdjax.evaluation.heldout import shared_vocabulary
 from kdjax.evaluation.target import Target
 from kdjax.formats.saved import SavedTable
 from kdjax.losses.chunked import HeadSpec, join_chunks
@@ -255,15 +254,14 @@ def of_logits(model: Model) -> tuple[list[Finding], dict[str, Any]]:
 
 
 def of_figures(
-    figures: Mapping[str, Any], target: Target, teacher: Target | None, mesh: Mesh
+    figures: Mapping[str, Any], real: int, target: Target, teacher: Target | None, mesh: Mesh
 ) -> tuple[list[Finding], float | None]:
-    """Finds faults in held-out figures (`heldout.measure`), on any text.
+    """Finds faults in held-out figures (`heldout.measure`), on any text; the head has `real` ids.
 
     Returns also the nats that one bit less a weight costs the teacher, if the divergence is large
     enough to need it, else None.
     """
     overall = {name: domain["overall"] for name, domain in figures.items()}
-    real = shared_vocabulary(target.checkpoint, teacher and teacher.checkpoint).real
     findings, bit = [], None
     for name, row in overall.items():
         findings += ask((detectors.near_chance, row["ce"], real, name, 1.0))
