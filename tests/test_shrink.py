@@ -442,12 +442,6 @@ def test_sizes_that_no_file_can_have_are_refused(exact, text, tmp_path, capsys, 
     for flag, message in (
         ("--size=10kB", r"size of [\d.,-]+ MB; the smallest mixture of types .* has [\d.]+ MB"),
         ("--size=900MB", r"size of 900.0 MB; the source .* has [\d.]+ MB, which is no larger"),
-        ("--size=-5MB", "--size=-5MB: expected a size above 0"),
-        (f"--size={'9' * 400}", "expected a size above 0"),
-        ("--like=q9", "found --like=q9"),
-        ("--bits=nan", "argument --bits: found 'nan'; expected a finite number"),
-        ("--bits=inf", "argument --bits: found 'inf'; expected a finite number"),
-        ("--bits=x", "argument --bits: found 'x'; expected a finite number"),
     ):
         assert run(exact, text, tmp_path, flag) == 2
         assert re.search(message, capsys.readouterr().err), flag
@@ -466,19 +460,48 @@ def test_sizes_that_no_file_can_have_are_refused(exact, text, tmp_path, capsys, 
     assert not (tmp_path / "small.shrink").exists()
 
 
+BITS = "--bits=6"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--like=q9"], "error: found --like=q9; expected one of "),
+        (["--size=-5MB"], "--size=-5MB: expected a size above 0"),
+        ([f"--size={'9' * 400}"], "expected a size above 0"),
+        (["--bits=nan"], "argument --bits: found 'nan'; expected a finite number"),
+        (["--bits=inf"], "argument --bits: found 'inf'; expected a finite number"),
+        (["--bits=x"], "argument --bits: found 'x'; expected a finite number"),
+        ([BITS, "--text="], "argument --text: found ''; expected folders, globs or files"),
+        ([BITS, "--text=own,none/"], "error: none/: no file found"),
+        ([BITS, "--heldout=none/"], "error: none/: no file found"),
+        ([BITS, "--costs=none.json"], "none.json: No such file"),
+        ([BITS, "--costs=no.json"], "no.json: found no costs of format 1; expected"),
+    ],
+)
+def test_what_flags_say_wrong_is_refused_before_the_model_is_opened(
+    flags, message, models, text, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no.json").write_text('{"format": 1, "costs": {"a": 3}}')
+    monkeypatch.setattr(shrink, "open_checkpoint", lambda _: pytest.fail("opened"))
+    assert run(models, text, tmp_path, *flags) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
+
+
 def test_what_would_fail_late_is_refused_before_a_model_is_read(
     exact, text, tmp_path, capsys, monkeypatch
 ):
-    """A file that would replace its source, costs that are not there, rows beyond the context."""
+    """A file that would replace its source, and rows beyond the context."""
     monkeypatch.setattr(shrink, "started", lambda *_, **__: pytest.fail("started"))
     source = exact / "student.gguf"
     before = source.read_bytes()
     for flags, message in (
         ([f"--out={source}", "--overwrite"], f"error: {source} is what the command reads"),
-        ([f"--costs={tmp_path}/none.json"], "none.json: No such file"),
         (["--seq-len=99999"], "--seq-len=99999: the model has "),
     ):
-        assert run(exact, text, tmp_path, "--bits=6", *flags) == 2
+        assert run(exact, text, tmp_path, BITS, *flags) == 2
         said = capsys.readouterr().err
         assert message in said and len(said.splitlines()) == 1
     assert source.read_bytes() == before
@@ -589,16 +612,22 @@ def test_the_model_writes_the_text_that_own_stands_for(exact, text, tmp_path, ca
 
 
 def test_a_head_that_repeats_the_embedding_is_counted_once(exact, text, tmp_path, capsys):
-    """Published files of tied models store it twice; the plan of both files is one."""
+    """Published files of tied models store it twice; plan and costs of both files are one."""
     said = []
     student = kdjax.load(exact / "student.gguf", dtype="float32")
     head = student.params | {"head": student.params["embed"]}
     untied = dataclasses.replace(student.spec, tied=False)
     twice = student.replace(params=head, spec=untied)
     other = student.replace(params=head | {"head": head["head"] + 1.0}, spec=untied)
-    for model in (student, twice, other):
+    file = CostFile(tmp_path / "costs.json", {})
+    file.write({name: {"Q8_0": 0.0} for name in list_matrices(student.spec)})
+    for model, status in ((student, 0), (twice, 0), (other, 2)):
         export_gguf(model, exact / "student.gguf", overwrite=True)
-        assert run(exact, text, tmp_path, "--plan", "--no-train", "--like=q5_0") == 0
+        flags = "--plan", "--no-train", "--like=q5_0"
+        assert run(exact, text, tmp_path, *flags, f"--costs={file.path}") == status
+        if status:
+            assert "found no costs of output.weight; expected" in capsys.readouterr().err
+        assert run(exact, text, tmp_path, *flags) == 0
         said.append(re.search(r"costs: (\d+) passes", capsys.readouterr().out)[1])
     assert said[0] == said[1] != said[2]
 

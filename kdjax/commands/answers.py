@@ -26,7 +26,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kdjax.commands.parsing import Parser, add_fields_flag, check_least, log_to_terminal
+from kdjax.commands.parsing import (
+    Parser,
+    add_fields_flag,
+    check_least,
+    log_to_terminal,
+    read_paths,
+)
 from kdjax.data.fields import Fields
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
@@ -50,7 +56,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="workdir, step folder, model file or folder, with @FORM")
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompts", default="", metavar="FILES", help="as for data.train")
+    asked.add_argument("--prompts", type=read_paths, metavar="FILES", help="as for data.train")
     add_fields_flag(add)
     asked.add_argument("--exercises", type=Path, metavar="FILE", help="JSON lines")
     add("--out", required=True, type=Path, metavar="FILE", help="JSON lines to train on")

@@ -33,7 +33,6 @@ from kdjax.commands import answers
 from kdjax.commands.export import read_model
 from kdjax.commands.parsing import (
     PROMPT,
-    TEXT,
     Parser,
     RunCommand,
     add_cluster_flags,
@@ -41,6 +40,7 @@ from kdjax.commands.parsing import (
     check_least,
     log_to_terminal,
     override,
+    read_paths,
 )
 from kdjax.commands.plan import add_machine_flags, find_machine, plan_run
 from kdjax.commands.train import ENDS, carry_out, check_workdir
@@ -63,6 +63,7 @@ from kdjax.models.heads import check_tapped, load_saved_head, read_shape
 from kdjax.models.nextn import find_block, pack_block, take_block
 from kdjax.training.inputs import prepare
 
+_PROMPTS = "python:jax,flax,optax,numpy"  # whose beginnings MODEL continues
 _JUDGED = 128  # ids of each answer that judges the draft
 
 
@@ -240,9 +241,9 @@ def _parser() -> Parser:
     add("--draft", default="", metavar="FILE", help="with --kind=small: the model to train")
     read = parser.add_mutually_exclusive_group()
     text = "MODEL answers these; as for `kdjax answers`"
-    read.add_argument("--prompts", default=TEXT, metavar="FILES", help=text)
+    read.add_argument("--prompts", default=_PROMPTS, type=read_paths, metavar="FILES", help=text)
     text = "text to train on in place of answers, preferably MODEL's"
-    read.add_argument("--data", default="", metavar="PATHS", help=text)
+    read.add_argument("--data", type=read_paths, metavar="PATHS", help=text)
     add_fields_flag(add)
     add("--answers", type=int, default=4096, help="prompts that MODEL answers")
     add("--max-tokens", type=int, default=256, help="of an answer")

@@ -18,6 +18,7 @@ from kdjax.commands.parsing import (
     check_least,
     check_seq_len,
     log_to_terminal,
+    read_paths,
 )
 from kdjax.data.fields import Fields
 from kdjax.device import runtime, sharding
@@ -35,7 +36,8 @@ def _parser() -> Parser:
     parser = Parser("imatrix", __doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="workdir, step folder, model file or folder, with @FORM")
-    add("--data", required=True, metavar="PATHS", help="folders, globs, files, joined by commas")
+    text = "folders, globs, files, joined by commas"
+    add("--data", required=True, type=read_paths, metavar="PATHS", help=text)
     add_fields_flag(add)
     add("--out", required=True, type=Path, metavar="FILE", help="the GGUF file to make")
     add("--rows", type=int, default=128, help="rows of the text, at most, spread evenly over it")

@@ -31,7 +31,7 @@ from kdjax.config import (
     validate,
 )
 from kdjax.data.fields import Fields
-from kdjax.data.sources import find_files
+from kdjax.data.sources import find_files, split_sources
 from kdjax.device import cluster
 from kdjax.device.cluster import JOIN_TIMEOUT
 from kdjax.errors import (
@@ -52,7 +52,6 @@ from kdjax.models.checkpoint import Checkpoint
 
 # The variables of this version, of earlier ones and of the reference system; the first set counts.
 WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTILL_TEACHER_BACKEND"
-TEXT = "python:jax,flax,optax,numpy"  # of commands that are given none
 PROMPT = "--prompt='The'"  # of suggested commands: a story, an article or a comment goes on from it
 _log = logging.getLogger("kdjax")
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
@@ -191,6 +190,15 @@ def run_parser(name: str, description: str | None, *statuses: int) -> Parser:
     text = f"a file with get_config(), or one that comes with kdjax: {', '.join(shipped())}"
     parser.add_argument("--config", metavar="CONFIG[:KIND]", help=text)
     return parser
+
+
+def read_paths(text: str) -> str:
+    """Checks the value of a flag that names text, for argparse, which names the flag."""
+    if not any(split_sources(text)):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; expected folders, globs or files, joined by commas"
+        )
+    return text
 
 
 def add_fields_flag(add: Callable[..., object]) -> None:

@@ -31,24 +31,26 @@ import numpy as np
 
 from kdjax.commands.export import read_model
 from kdjax.commands.parsing import (
-    TEXT,
     Parser,
     add_fields_flag,
     check_least,
     check_seq_len,
     log_to_terminal,
+    read_paths,
     started,
 )
 from kdjax.commands.plan import add_machine_flags, find_machine, print_plan, survey_headers
 from kdjax.config import SELF, Config, validate
+from kdjax.data.fields import Fields
 from kdjax.data.pipeline import TextSource, eval_batches
 from kdjax.data.rows import RowSet
+from kdjax.data.sources import find_files
 from kdjax.device import cluster, runtime
 from kdjax.device.machines import parse_bytes
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_local_mesh
 from kdjax.errors import BAD_INPUT, FINISHED, INTERRUPTED, NOT_FINITE, UserError, reporting
-from kdjax.evaluation.choice import bound_bytes, choose_mixture, list_types
+from kdjax.evaluation.choice import bound_bytes, check_costs, choose_mixture, list_types
 from kdjax.evaluation.costs import (
     Comparison,
     CostFile,
@@ -93,7 +95,8 @@ _WRITING = 0.1  # of that peak, while a model writes
 _SLOTS = {"cpu": 16, "gpu": 256}  # texts that are written at a time, at most
 _FULL = 0.8  # of a device, which what is not counted may fill
 _STACKS = 5  # of one parameter that costs have in memory: rounded, and exchanged in four trees
-_SOURCES = "own,python:flax,optax,numpy"  # about half of each (docs/quantize.md)
+_SOURCE = "python:flax,optax,numpy"
+_TEXT = f"own,{_SOURCE}"  # about half of each (docs/quantize.md)
 _RANK = 64  # of adapters, where the masters of a training do not fit
 _READ = 64  # rows that importance and GPTQ read
 _PACE = 6  # steps that are timed for --seconds; the first compiles
@@ -113,7 +116,7 @@ def _parser() -> Parser:
     size.add_argument("--bits", type=float, help="bits a weight of the matrices, as 3.2")
     size.add_argument("--like", metavar="RECIPE", help="the size of a recipe, as q2_k")
     words = "folders, files, `own`, by commas"
-    add("--text", default=_SOURCES, metavar="PATHS", help=words)
+    add("--text", default=_TEXT, type=read_paths, metavar="PATHS", help=words)
     add_fields_flag(add)
     add("--heldout", default="", metavar="PATHS", help="text to judge by; default: 2%% of --text")
     add("--steps", type=int, default=600, help="optimizer steps")
@@ -130,6 +133,24 @@ def _parser() -> Parser:
     add_machine_flags(parser, "print sizes and memory; load and make nothing", hosts=False)
     add("--overwrite", action="store_true", help="replace --out if it is there")
     return parser
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raises `UserError` for flags and files that cannot work; reads sizes, costs and sources."""
+    check_least(args, steps=1, rows=1, seq_len=2, batch_size=1, microbatches=1, seconds=0, rank=0)
+    if args.like is not None and args.like not in RECIPES:
+        raise UserError(f"found --like={args.like}; expected one of {', '.join(RECIPES)}.")
+    if args.size is not None:
+        args.size = parse_bytes("--size", args.size)
+    check_target(args.out, folder=False, overwrite=args.overwrite)
+    args.work = args.work or args.out.with_suffix(".shrink")
+    args.own = OwnText.find(args.text, args.work)
+    # A plan reads a little text, and does so before the model has written.
+    args.sources = args.text if args.own is None else args.own.others or _SOURCE
+    for text in filter(None, (args.sources, args.heldout)):
+        find_files(text, Fields.parse(args.fields))
+    if args.costs is not None:
+        args.costs = read_costs(args.costs)
 
 
 def _tie_head(checkpoint: Checkpoint) -> Checkpoint:
@@ -153,21 +174,27 @@ class _Goal:
         return self.matrices + self.rest
 
 
+def _prepare(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[Checkpoint, _Goal]:
+    """Ties the head and finds the bytes; raises `UserError` for costs of another model."""
+    checkpoint = _tie_head(checkpoint)
+    if args.costs is not None:
+        check_costs(args.costs, checkpoint.spec)
+    return checkpoint, _find_goal(args, checkpoint)
+
+
 def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
     """Turns --size, --bits or --like into bytes; refuses what no file can have."""
     spec = checkpoint.spec
     least, most = bound_bytes(spec)
     smallest = {name: list_types(parts)[0] for name, parts in list_matrices(spec).items()}
     rest = count_gguf_bytes(checkpoint, Mixture.of_tensors(smallest, spec)) - least
-    if args.like is not None and args.like not in RECIPES:
-        raise UserError(f"found --like={args.like}; expected one of {', '.join(RECIPES)}.")
     if args.like:
         goal = _Goal(count_gguf_bytes(checkpoint, args.like) - rest, rest)
     elif args.bits is not None:
         count = sum(int(np.prod(x.shape)) for x in _list_parts(checkpoint))
         goal = _Goal(int(args.bits * count / 8), rest)
     else:
-        goal = _Goal(int(parse_bytes("--size", args.size)) - rest, rest)
+        goal = _Goal(int(args.size) - rest, rest)
     source = sum(path.stat().st_size for path in checkpoint.table.paths)
     given = f"{goal.nbytes / 1e6:,.1f} MB"
     if goal.matrices < least:
@@ -314,7 +341,7 @@ class _Work:
     def measure_costs(self, imatrix: str) -> Mapping[str, Mapping[str, float]]:
         """Measures the costs, or goes on where an earlier call was stopped."""
         if self.args.costs is not None:
-            return read_costs(self.args.costs, self.checkpoint.spec)
+            return self.args.costs
         file = self._open_costs(importance=hash_importance(imatrix) if imatrix else "")
         known = file.read()
         tensors = list_matrices(self.checkpoint.spec)
@@ -584,8 +611,8 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
     """Prints sizes, passes, minutes and memory; loads nothing."""
     machine = args.machine
     with cluster.started("off", lean=True) as here:
-        checkpoint = _tie_head(checkpoint)
-        spec, goal = checkpoint.spec, _find_goal(args, checkpoint)
+        checkpoint, goal = _prepare(args, checkpoint)
+        spec = checkpoint.spec
         passes = sum(len(list_types(parts)) for parts in list_matrices(spec).values())
         positions = args.rows * args.seq_len
         head = 2 * spec.vocab_size * spec.hidden_size  # of a token; of the layers half, on average
@@ -622,12 +649,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.machine = find_machine(args, parser)
     log_to_terminal()
-    check_least(args, steps=1, rows=1, seq_len=2, batch_size=1, microbatches=1, seconds=0, rank=0)
-    check_target(args.out, folder=False, overwrite=args.overwrite)
-    args.work = args.work or args.out.with_suffix(".shrink")
-    args.own = OwnText.find(args.text, args.work)
-    # A plan reads a little text, and does so before the model has written.
-    args.sources = args.text if args.own is None else args.own.others or TEXT
+    _check_flags(args)
     checkpoint = open_checkpoint(args.model)
     if checkpoint.saved is not None or checkpoint.adapters is not None:
         raise UserError(
@@ -636,14 +658,11 @@ def main(argv: list[str] | None = None) -> int:
         )
     check_sources(args.out, checkpoint.table.paths)
     check_seq_len(args, checkpoint)
-    if args.costs is not None:
-        read_costs(args.costs, checkpoint.spec)
     if args.plan:
         return _plan(args, checkpoint)
     try:
         with started():  # first: a head that is compared starts JAX
-            checkpoint = _tie_head(checkpoint)
-            goal = _find_goal(args, checkpoint)
+            checkpoint, goal = _prepare(args, checkpoint)
             make_place(args.out)
             _shrink(args, checkpoint, goal)
     except KeyboardInterrupt:

@@ -97,17 +97,29 @@ def _prune(options: Sequence[tuple[int, float]]) -> list[tuple[int, float, int]]
     return kept
 
 
+def check_costs(costs: Costs, spec: ArchSpec) -> None:
+    """Raises `UserError` for costs of another model: of other tensors, or of other rows."""
+    tensors = list_matrices(spec)
+    if missing := [name for name in tensors if not costs.get(name)]:
+        raise UserError(
+            f"found no costs of {missing[0]}; expected costs of all matrices; {len(missing)} are "
+            "missing. Measure them with the model that you shrink."
+        )
+    for name, parts in tensors.items():
+        for dtype in costs[name]:
+            try:
+                count_padded(parts, dtype)
+            except UserError as error:
+                raise UserError(f"found costs of {name} in {dtype}: {error}") from error
+
+
 def choose_mixture(costs: Costs, spec: ArchSpec, budget: int) -> Mixture:
     """Chooses the types whose costs add up to the least, all matrices within `budget` bytes.
 
     Raises `UserError` for a budget below the smallest mixture, and for costs of another model.
     """
+    check_costs(costs, spec)
     tensors = list_matrices(spec)
-    if missing := [name for name in tensors if not costs.get(name)]:
-        raise UserError(
-            f"found costs without {missing[0]} and {len(missing) - 1} other tensors of the model; "
-            "expected all. The costs are of another model: measure them anew."
-        )
     types = [tuple(costs[name]) for name in tensors]
     options = [
         [(count_padded(parts, dtype), costs[name][dtype]) for dtype in given]

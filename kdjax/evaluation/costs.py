@@ -294,18 +294,18 @@ class CostFile:
         """The costs so far; {} without a file. Raises `UserError` for another model's."""
         if not self.path.exists():
             return {}
-        found = load_json(self.path, "a file of costs")
+        found, costs = _load(self.path)
         differing = [
             f"{name} {found.get(name)!r}, now {value!r}"
             for name, value in self.made_of.items()
             if found.get(name) != value
         ]
-        if found.get("format") != FORMAT or differing:
-            problem = "; ".join(differing) or f"format {found.get('format')!r}"
+        if differing:
             raise UserError(
-                f"{self.path}: found costs of {problem}. Name another --work, or remove the file."
+                f"{self.path}: found costs of {'; '.join(differing)}. Name another --work, or "
+                "remove the file."
             )
-        return found["costs"]
+        return costs
 
     def write(self, costs: Mapping[str, Mapping[str, float]]) -> None:
         """Replaces the file."""
@@ -314,18 +314,25 @@ class CostFile:
             file.write((json.dumps(whole, indent=1) + "\n").encode())
 
 
-def read_costs(path: Path, spec: ArchSpec) -> dict[str, dict[str, float]]:
-    """Reads costs of any text; raises `UserError` for a file of another form or model."""
+def read_costs(path: Path) -> dict[str, dict[str, float]]:
+    """Reads costs of any model and text; raises `UserError` for a file of another form."""
+    return _load(path)[1]
+
+
+def _load(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """A file's values, and the costs among them."""
     found = load_json(path, "a file of costs")
-    costs = found.get("costs")
-    if found.get("format") != FORMAT or not isinstance(costs, dict):
-        raise UserError(f"{path}: found no costs; expected a file of `kdjax shrink`.")
-    if missing := [name for name in list_matrices(spec) if name not in costs]:
+    costs: Any = found.get("costs")
+    rows = list(costs.values()) if isinstance(costs, dict) else [None]
+    if found.get("format") != FORMAT or not all(
+        isinstance(row, dict) and all(isinstance(x, int | float) for x in row.values())
+        for row in rows
+    ):
         raise UserError(
-            f"{path}: found no costs of {missing[0]}; expected costs of all matrices; "
-            f"{len(missing)} are missing. Measure them with the model that you shrink."
+            f"{path}: found no costs of format {FORMAT}; expected a file of `kdjax shrink`. Name "
+            "another, or remove it."
         )
-    return costs
+    return found, costs
 
 
 def hash_rows(batches: Sequence[Mapping[str, np.ndarray]]) -> str:
