@@ -13,7 +13,7 @@ from quick import cases
 
 import kdjax
 from kdjax.errors import UserError
-from kdjax.models.adapters import Lora, join_adapters, list_matrices, split_adapters
+from kdjax.models.adapters import Lora, join_adapters, list_adaptable, split_adapters
 from kdjax.models.decoder import functional
 from kdjax.models.weights import Adapted
 from kdjax.training.step import kd_step
@@ -119,7 +119,7 @@ def test_a_step_moves_the_adapters_by_the_gradient_of_what_they_are(stepped, who
     np.testing.assert_allclose(metrics.means()["loss"], expected.means()["loss"], **close)
     before, after = flatten_dict(split_adapters(student.params)[1]), flatten_dict(state.params)
     old, new = flatten_dict(merged.params), flatten_dict(moved.params)
-    for path in list_matrices(student.spec):
+    for path in list_adaptable(student.spec):
         gradient = (old[path] - new[path]) / 0.1
         a, b = before[*path, "a"], before[*path, "b"]
         d_b = 1.5 * np.einsum("loi,lri->lor", gradient, a)
@@ -172,7 +172,7 @@ def test_no_dense_gradient_and_no_second_base(bases, teacher, form, remat):
     jaxpr = jax.make_jaxpr(lambda *x: kd_step(*x, spec=step.spec))(
         state, teacher.params, data, step.base
     )
-    shapes = set(list_matrices(base.spec).values())
+    shapes = set(list_adaptable(base.spec).values())
     shapes |= {(layers, inner, outer) for layers, outer, inner in shapes}
     head = base.spec.vocab_size, base.spec.hidden_size
     stacks, heads = set(), set()
@@ -203,7 +203,7 @@ def test_the_step_holds_no_more_than_a_layer_of_numbers(teacher, tmp_path):
     step = make(student, teacher)
     state, data = step.init(student.params), step.put(batch(student, rows=1))
     lowered = step.jitted.lower(state, teacher.params, data, base=step.base)
-    numbers = 4 * sum(np.prod(s) for s in list_matrices(base.spec).values())
+    numbers = 4 * sum(np.prod(s) for s in list_adaptable(base.spec).values())
     found = lowered.compile().memory_analysis()
     assert found.temp_size_in_bytes < numbers / 2
     assert found.alias_size_in_bytes < numbers / 8  # what is donated: the adapters
@@ -230,13 +230,13 @@ def test_targets_by_every_name(bases):
         student = kdjax.add_lora(base, targets=text)
         assert Lora.of_params(student.params) == Lora(16, 32.0, (down,))
         assert all(
-            isinstance(flatten_dict(student.params)[p], Adapted) for p in list_matrices(base.spec)
+            isinstance(flatten_dict(student.params)[p], Adapted) for p in list_adaptable(base.spec)
         )
     both = kdjax.add_lora(base, targets="q_proj, attn_v")
     assert [p[2] for p in Lora.of_params(both.params).targets] == ["q", "v"]
     for text in ("", "all-linear"):
         every = Lora.of_params(kdjax.add_lora(base, targets=text).params)
-        assert set(every.targets) == set(list_matrices(base.spec))
+        assert set(every.targets) == set(list_adaptable(base.spec))
 
 
 @pytest.mark.parametrize(

@@ -362,9 +362,8 @@ def test_rounding_by_hessians_loses_less_of_the_output(model, dtype):
 def test_all_layers_are_rounded_by_hessians_and_a_run_begins_with_them(
     model, models, batches, tmp_path
 ):
-    columns = [tuple(b[name] for name in ("tokens", "segment_ids", "positions")) for b in batches]
     mixture = Mixture.named("q4_0,blocks/mlp/up=Q5_0", model.spec)
-    masters, kept = gptq.round_layers(model, columns, mixture)
+    masters, kept = gptq.round_layers(model, batches, mixture)
     form = kdjax.Rounded("q4_0,blocks/mlp/up=Q5_0").choose_types(model.spec)
     rest = tuple((path, kinds) for path, kinds in form.types if (*path, kinds[0]) not in kept)
     assert [path for path, _ in rest] == [("embed",)]

@@ -76,7 +76,7 @@ from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step, tie_
 from kdjax.models.decoding import count_slots
 from kdjax.models.importance import sum_squares
 from kdjax.models.loading import count_parameters
-from kdjax.models.mixture import Mixture, list_matrices
+from kdjax.models.mixture import Mixture, count_weights, list_matrices, list_parts
 from kdjax.models.model import Model, load_model
 from kdjax.training.best import Part
 from kdjax.training.forms import Rounded, spread_importance
@@ -191,8 +191,7 @@ def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
     if args.like:
         goal = _Goal(count_gguf_bytes(checkpoint, args.like) - rest, rest)
     elif args.bits is not None:
-        count = sum(int(np.prod(x.shape)) for x in _list_parts(checkpoint))
-        goal = _Goal(int(args.bits * count / 8), rest)
+        goal = _Goal(int(args.bits * count_weights(spec) / 8), rest)
     else:
         goal = _Goal(int(args.size) - rest, rest)
     source = sum(path.stat().st_size for path in checkpoint.table.paths)
@@ -200,7 +199,7 @@ def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
     if goal.matrices < least:
         raise UserError(
             f"found a size of {given}; the smallest mixture of types that can be written has "
-            f"{(least + rest) / 1e6:,.1f} MB{_name_unfitting(checkpoint)}. Raise the size."
+            f"{(least + rest) / 1e6:,.1f} MB{_name_unfitting(spec)}. Raise the size."
         )
     if goal.nbytes >= source:
         raise UserError(
@@ -212,17 +211,13 @@ def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
     return goal
 
 
-def _name_unfitting(checkpoint: Checkpoint) -> str:
+def _name_unfitting(spec: ArchSpec) -> str:
     """Words about the matrices that stay F16, since no block type fits their rows."""
-    widths = [x.shape[-1] for x in _list_parts(checkpoint) if list_types([x]) == ("F16",)]
+    widths = [x.shape[-1] for x in list_parts(spec) if list_types([x]) == ("F16",)]
     if not widths:
         return ""
     rows = ", ".join(f"{width:,}" for width in sorted(set(widths)))
     return f", of which {len(widths)} matrices stay F16: no block type fits rows of {rows} numbers"
-
-
-def _list_parts(checkpoint: Checkpoint) -> list[Any]:
-    return [part for parts in list_matrices(checkpoint.spec).values() for part in parts]
 
 
 def _find_recipe(args: argparse.Namespace, checkpoint: Checkpoint, nbytes: int) -> str:
@@ -252,10 +247,8 @@ def _make_config(
     config.data.fields, config.data.seq_len = args.fields, args.seq_len
     config.optim.learning_rate = _FEW_RATE if bits < _FEW_BITS else _RATE
     config.optim.final_learning_rate = 0.0
-    config.train.steps, config.train.batch_size = args.steps, args.batch_size
-    config.train.microbatches = args.microbatches
-    config.optim.warmup_steps = max(0, min(20, args.steps - 1))
-    _evaluate_in_thirds(config)
+    config.train.batch_size, config.train.microbatches = args.batch_size, args.microbatches
+    _set_steps(config, args.steps)
     config.eval.samples = 0
     platform = args.machine.summary.platform if args.machine else jax.default_backend()
     if platform == "cpu":
@@ -263,9 +256,10 @@ def _make_config(
     return config
 
 
-def _evaluate_in_thirds(config: Config) -> None:
-    """Evaluates and saves after each third of the steps; the last third ends with the last step."""
-    config.eval.every = config.checkpoint.every = math.ceil(config.train.steps / 3)
+def _set_steps(config: Config, steps: int) -> None:
+    """Sets the steps, and evaluates and saves after each third of them, the last one included."""
+    config.train.steps, config.optim.warmup_steps = steps, max(0, min(20, steps - 1))
+    config.eval.every = config.checkpoint.every = math.ceil(steps / 3)
 
 
 class _Work:
@@ -335,7 +329,7 @@ class _Work:
         if not imatrix:
             return {}
         spec = self.checkpoint.spec
-        paths = {part.path for part in _list_parts(self.checkpoint)}
+        paths = {part.path for part in list_parts(spec)}
         return spread_importance(imatrix, sorted(paths), spec)
 
     def measure_costs(self, imatrix: str) -> Mapping[str, Mapping[str, float]]:
@@ -363,9 +357,7 @@ class _Work:
         model, scales = self.load(), {}
         masters: Any = model.params
         if gptq.suits(self.checkpoint.spec):
-            rows = self.read_training()
-            batches = [(row["tokens"], row["segment_ids"], row["positions"]) for row in rows]
-            masters, scales = gptq.round_layers(model, batches, mixture)
+            masters, scales = gptq.round_layers(model, list(self.read_training()), mixture)
         return form, masters, form.complete(masters, scales)
 
     def round(self, mixture: Mixture, types: Path, imatrix: str) -> Model:
@@ -383,8 +375,9 @@ class _Work:
             write_start(Path(start), masters, kept)
             del masters, kept
         self.free()
-        bits = 8 * mixture.nbytes / sum(int(np.prod(x.shape)) for x in _list_parts(self.checkpoint))
-        config = _make_config(self.args, self.checkpoint.spec, str(types), start, bits)
+        spec = self.checkpoint.spec
+        bits = 8 * mixture.nbytes / count_weights(spec)
+        config = _make_config(self.args, spec, str(types), start, bits)
         config.student.imatrix = "" if start else imatrix
         workdir = self.folder / f"run-{name}{f'-rank{self.args.rank}' if self.args.rank else ''}"
         if self.args.seconds:
@@ -417,9 +410,7 @@ class _Work:
                 file.write(json.dumps({"step": float(np.median(seconds[1:]))}).encode())
             config.eval.rows = Config().eval.rows
         step = json.loads(pace.read_text())["step"]
-        config.train.steps = max(1, int(self.args.seconds / step))
-        config.optim.warmup_steps = max(0, min(20, config.train.steps - 1))
-        _evaluate_in_thirds(config)
+        _set_steps(config, max(1, int(self.args.seconds / step)))
         _log.info("%d steps of %.2f s fit into --seconds", config.train.steps, step)
 
 
@@ -459,7 +450,7 @@ def _count_types(mixture: Mixture) -> str:
     return ", ".join(f"{types.count(dtype)} {dtype}" for dtype in sorted(set(types)))
 
 
-def count_free(mixture: Mixture, checkpoint: Checkpoint) -> int:
+def _count_free(mixture: Mixture, checkpoint: Checkpoint) -> int:
     """Matrices whose type is the source's: their numbers lie on its lattice and cost nothing."""
     stored = {name: checkpoint.table.info(name).dtype for name in checkpoint.table}
     exact = ("F32", "F16", "BF16")
@@ -538,7 +529,7 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
     mixture = choose_mixture(costs, checkpoint.spec, goal.matrices)
     types = work.folder / "types.txt"
     mixture.write(types)
-    free = count_free(mixture, checkpoint)
+    free = _count_free(mixture, checkpoint)
     print(f"{types}: {_count_types(mixture)}; {free} of them have the type that the source stores")
     recipe = _find_recipe(args, checkpoint, count_gguf_bytes(checkpoint, mixture))
     spread, made = work.spread(imatrix), work.folder / args.out.name
@@ -593,7 +584,7 @@ def _write_card(
 def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     """Bytes of importance, costs and GPTQ: float32 weights, stacks, states, logits, Hessians."""
     stacks: dict[tuple[str, ...], int] = {}
-    for part in (x for parts in list_matrices(spec).values() for x in parts):
+    for part in list_parts(spec):
         stacks[part.path] = stacks.get(part.path, 0) + math.prod(part.shape)
     # Of each layer, and of those that take turns.
     states = (8 + spec.num_layers) * args.rows * args.seq_len * spec.hidden_size

@@ -22,7 +22,7 @@ _TYPES_32 = ("Q4_0", "IQ4_NL", "Q5_0", "Q5_1", "Q8_0")
 _ALIGNMENT = 32  # of tensors in a GGUF file
 _MOST_UNITS = 1 << 19  # of the budget; more would take memory and change the choice by 1e-6
 
-Costs = Mapping[str, Mapping[str, float]]  # by tensor's name and type
+Costs = Mapping[str, Mapping[str, float]]  # nats, by tensor's name and type
 
 
 def list_types(parts: Sequence[Part]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from kdjax.errors import UserError
 from kdjax.evaluation.choice import list_types
 from kdjax.formats.blocks import BLOCKS, decode_fields, encode_fields, fit_rows
 from kdjax.formats.files import load_json, replacing
+from kdjax.formats.recipes import parts_by_type
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.divergences import kl_divergence, log_softmax
 from kdjax.losses.kd import KDLoss
@@ -101,10 +102,11 @@ class Comparison:
         return self.read(self.start(params))
 
     def start(self, params: Params, first: int | None = None) -> list[Array]:
-        """Dispatches the comparison; `read` waits for it.
+        """Dispatches the comparison; returns float32 `[2]` a batch, sums of KL and agreement.
 
-        All parameters are numbers. `first` is the first layer that differs from the model's, where
-        embedding, head and norm are the model's: what comes before it is not computed again.
+        `read` waits for them. All parameters are numbers. `first` is the first layer that differs
+        from the model's, where embedding, head and norm are the model's: what comes before it is
+        not computed again.
         """
         if first is None:
             last, head = self._run(params), self._find_head(params)
@@ -192,13 +194,12 @@ def round_params(
     """Rounds all matrices of a mixture; `importance` is as of `forms.spread_importance`."""
     flat: dict[tuple[str, ...], Any] = flatten_dict(params)
     for path, types in mixture.types:
-        stack = flat[path]
-        for dtype in dict.fromkeys(types):
-            if len(set(types)) == 1:
-                flat[path] = rounding(stack, dtype, importance.get(path)).astype(stack.dtype)
-                break
-            at = np.array([i for i, other in enumerate(types) if other == dtype])
-            weights = importance.get(path)
+        stack, weights = flat[path], importance.get(path)
+        for dtype, layers in parts_by_type(types):
+            if layers is None:
+                flat[path] = rounding(stack, dtype, weights).astype(stack.dtype)
+                continue
+            at = np.array(layers)
             part = rounding(stack[at], dtype, None if weights is None else weights[at])
             flat[path] = flat[path].at[at].set(part.astype(stack.dtype))
     return unflatten_dict(flat)
@@ -222,7 +223,7 @@ def measure_costs(
     types: Callable[[Sequence[Part]], Sequence[str]] = list_types,
     rounding: Callable[..., Array] = round_matrices,
 ) -> dict[str, dict[str, float]]:
-    """Measures the KL of each tensor in each of its types, by name; goes on from `known`.
+    """Measures the KL in nats of each tensor in each of its types, by name; goes on from `known`.
 
     `save` gets all costs every ten seconds and at the end. The model must be dense. `rounding` gets
     a stack, a type and what `importance` has for the parameter: by default `round_matrices`.
@@ -287,7 +288,7 @@ class CostFile:
     """Costs as JSON, with what they were measured on; another model's or text's are refused."""
 
     def __init__(self, path: Path, made_of: Mapping[str, Any]):
-        """`made_of` are JSON values: model, text, importance, positions."""
+        """`made_of` are JSON values, such as the hashes of model, rows and importance."""
         self.path, self.made_of = path, dict(made_of)
 
     def read(self) -> dict[str, dict[str, float]]:

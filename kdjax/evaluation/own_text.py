@@ -45,17 +45,15 @@ class OwnText(NamedTuple):
         Raises `UserError` for fewer than two texts.
         """
         paths, packages = split_sources(sources)
-        words = [path for path in paths if _WORD.fullmatch(path)]
+        words = [match for path in paths if (match := _WORD.fullmatch(path))]
         if not words:
             return None
-        found = _WORD.fullmatch(words[-1])
-        assert found is not None
-        texts = int(found[1] or 0)
-        if found[1] and texts < 2:
-            raise UserError(f"found {words[-1]}; expected 2 texts or more, such as own:64.")
-        rest = [path for path in paths if path not in words]
+        word, number = words[-1][0], words[-1][1]
+        if number and int(number) < 2:
+            raise UserError(f"found {word}; expected 2 texts or more, such as own:64.")
+        rest = [path for path in paths if not _WORD.fullmatch(path)]
         python = [f"python:{','.join(packages)}"] if packages else []
-        return cls(folder, texts, ",".join(rest + python))
+        return cls(folder, int(number or 0), ",".join(rest + python))
 
     def fill(self, platform: str) -> "OwnText":
         """Chooses the number of texts by the platform, `cpu` or `gpu`, if the word names none."""

@@ -84,8 +84,8 @@ def _list_adapted(params: Params) -> Iterator[tuple[Key, Adapted]]:
 
 
 @functools.lru_cache(maxsize=8)
-def list_matrices(spec: ArchSpec) -> dict[Key, tuple[int, ...]]:
-    """The matrices of the layers by path, without routers, and their shapes `[L, out, in]`.
+def list_adaptable(spec: ArchSpec) -> dict[Key, tuple[int, ...]]:
+    """Lists matrices of layers that can have adapters, by path, with their shapes `[L, out, in]`.
 
     L counts the layers that have the matrix: a model of two kinds of layers has a stack of each.
     """
@@ -141,7 +141,7 @@ def choose_lora(
             "expected one whose matrices have separate names, as adapters do. Train all of it "
             "(student.lora.rank 0)."
         )
-    known = {path: _name_target(path, spec) for path in list_matrices(spec)}
+    known = {path: _name_target(path, spec) for path in list_adaptable(spec)}
     words = [word.strip() for word in targets.split(",") if word.strip()]
     if not words or words == [_ALL]:
         chosen = {path for path in known if path[1:3] not in _ROW_A_HEAD}
@@ -150,7 +150,7 @@ def choose_lora(
         for word in words:
             if not any(word in aliases for aliases in known.values()):
                 _refuse_target(word, known)
-    wide = {path: shape for path, shape in list_matrices(spec).items() if path in chosen}
+    wide = {path: shape for path, shape in list_adaptable(spec).items() if path in chosen}
     least = min(wide, key=lambda path: min(wide[path][1:]))
     if not 1 <= rank <= min(wide[least][1:]):
         raise UserError(
@@ -184,7 +184,7 @@ def draw_adapters(lora: Lora, spec: ArchSpec, seed: int) -> Params:
     """
     drawn: dict[Key, Array] = {}
     for path in lora.targets:
-        layers, outer, inner = list_matrices(spec)[path]
+        layers, outer, inner = list_adaptable(spec)[path]
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32("/".join(path).encode()))
         shape, bound = (layers, lora.rank, inner), inner**-0.5
         drawn[*path, "a"] = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
@@ -200,7 +200,7 @@ def shape_adapters(lora: Lora, spec: ArchSpec) -> Params:
 def freeze_matrices(params: Params, spec: ArchSpec, scale: float) -> Params:
     """The parameters with every matrix of the layers frozen, without changes yet."""
     flat: dict[Key, Any] = flatten_dict(params)
-    for path in list_matrices(spec):
+    for path in list_adaptable(spec):
         flat[path] = Adapted(flat[path], scale=scale)
     return unflatten_dict(flat)
 
@@ -395,7 +395,7 @@ def _read_rank(config: Mapping[str, Any], where: Path) -> tuple[int, float]:
 def _match_peft(table: TensorTable, spec: ArchSpec, rank: int) -> dict[Key, list[str]]:
     """Maps each adapted matrix to the stems of its layers' tensors."""
     stored, known, problems = {}, set(), []
-    for path, (_, outer, inner) in list_matrices(spec).items():
+    for path, (_, outer, inner) in list_adaptable(spec).items():
         stem = PREFIX + names.name_of(path, spec).hf.removesuffix(".weight")
         stems = [stem.format(i=i) for i in names.layers_of(path, spec) or ()]
         wanted = {}

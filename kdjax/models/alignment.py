@@ -31,7 +31,8 @@ _ENDS, _NEXT, _UNSHARED, _WHITESPACE, _DIGITS, _SPECIAL, _ROOM, _UNREAD = range(
 # Tokens that say something only among all others of their sort: after "1" a tokenizer of single
 # digits goes on with more, another has "123". Comparable only if both have the same tokens.
 _SORTS = {_WHITESPACE: re.compile(rb"\s{2,}"), _DIGITS: re.compile(rb" ?[0-9]+")}
-# The teacher's columns of a batch, and their types.
+PREFIX = "teacher_"  # of the names of the teacher's columns in a batch
+# These columns, and their types.
 COLUMNS = dict.fromkeys(("tokens", "labels", "segment_ids", "positions", "places"), np.int32)
 COLUMNS |= {"byte_weights": np.float32}
 OWN_ROWS = "teacher_tokenizer"  # a cache's setting: its teacher read such rows, and they are there
@@ -381,7 +382,7 @@ def read_batch(
     for (row, start, stop, _), reading in zip(segments, readings, strict=True):
         filled[row] = _write_segment(columns, batch, row, start, stop, reading, int(filled[row]))
     _balance(columns, batch, tokens)
-    return {f"teacher_{name}": column for name, column in columns.items()}
+    return {f"{PREFIX}{name}": column for name, column in columns.items()}
 
 
 def _write_segment(

@@ -7,7 +7,7 @@ masters to train from: with these scales they round to the same blocks.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,8 @@ from kdjax.models.model import Model
 from kdjax.models.weights import Adapted
 from kdjax.progress import counted
 
-Batches = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # tokens, segment ids, positions
+# int32 columns [B, T] of each batch: `tokens`, `segment_ids` and `positions`, others are not read.
+Batches = Sequence[Mapping[str, np.ndarray]]
 DAMP = 0.01  # share of the mean of the Hessian's diagonal that is added to the diagonal
 
 
@@ -135,10 +136,11 @@ class _Walk:
         self.flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
         self.others = {path: leaf for path, leaf in self.flat.items() if path[0] not in STACKS}
         self.columns = [
-            (jnp.asarray(segments), jnp.asarray(places)) for _, segments, places in batches
+            (jnp.asarray(batch["segment_ids"]), jnp.asarray(batch["positions"]))
+            for batch in batches
         ]
         embed = jax.jit(functions.embed_tokens)
-        self.states = [embed(model.params, jnp.asarray(batch[0])) for batch in batches]
+        self.states = [embed(model.params, jnp.asarray(batch["tokens"])) for batch in batches]
 
     def layer(self, index: int) -> dict[tuple[str, ...], Array]:
         """The parameters of one layer, in stacks of one."""
@@ -196,10 +198,10 @@ def round_layers(
 ) -> tuple[Params, dict[tuple[str, ...], Any]]:
     """Rounds the matrices of all layers, one layer after the other, on text.
 
-    `batches` are tokens, segment ids and positions. Each layer reads what the rounded layers before
-    it make of the text, so that one layer's Hessians are in memory at a time. Returns float32
-    masters, and for each rounded path and type its scales, as `training.forms.Rounded` stores them.
-    Raises `UserError` for a model with experts or delta layers.
+    Each layer reads what the rounded layers before it make of the text, so that one layer's
+    Hessians are in memory at a time. Returns float32 masters, and for each rounded path and type
+    its scales, as `training.forms.Rounded` stores them. Raises `UserError` for a model with experts
+    or delta layers.
     """
     walk = _Walk(model, batches)
     types = {path: kinds for path, kinds in mixture.types if path[0] in STACKS}

@@ -48,6 +48,16 @@ def list_matrices(spec: ArchSpec) -> dict[str, tuple[Part, ...]]:
     return {name: tuple(parts) for name, parts in found.items()}
 
 
+def list_parts(spec: ArchSpec) -> list[Part]:
+    """Lists the matrices of all tensors of `list_matrices`."""
+    return [part for parts in list_matrices(spec).values() for part in parts]
+
+
+def count_weights(spec: ArchSpec) -> int:
+    """Numbers of all matrices of `list_matrices`."""
+    return sum(math.prod(part.shape) for part in list_parts(spec))
+
+
 def _name_tensors(spec: ArchSpec) -> dict[tuple[str, ...], list[str]]:
     """Names in GGUF of all parameters, one for each layer; parts of a tensor have its name."""
     fused = {part: name for name, x in list_fused(spec, gguf=True).items() for part, _ in x.parts}
@@ -136,8 +146,7 @@ class Mixture:
         """Bytes of all matrices in a file."""
         return sum(
             count_bytes(part, self._look_up(part.path, part.place))
-            for parts in list_matrices(self.spec).values()
-            for part in parts
+            for part in list_parts(self.spec)
         )
 
     @property

@@ -23,6 +23,7 @@ from kdjax.losses.shared import (
 from kdjax.models.alignment import (
     COLUMNS,
     OWN_ROWS,
+    PREFIX,
     REASONS,
     Reading,
     Rendering,
@@ -52,7 +53,6 @@ LEAST_MASS = 0.9  # the teacher's probability of the shared ids, at compared pos
 HOW_TO_GO_ON = "set --config.loss.allow_few_shared=True."
 _T = TypeVar("_T")
 _READS = Dense, Packed, Float8, CachedHidden  # kinds whose hidden states are of any row
-_PREFIX = "teacher_"
 _ROW = ("tokens", "segment_ids", "positions")
 
 
@@ -178,8 +178,7 @@ class SharedVocabulary(Vocabulary):
 
     def list_columns(self, shape: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
         return {
-            f"{_PREFIX}{name}": jax.ShapeDtypeStruct(shape, dtype)
-            for name, dtype in COLUMNS.items()
+            f"{PREFIX}{name}": jax.ShapeDtypeStruct(shape, dtype) for name, dtype in COLUMNS.items()
         }
 
     def swap(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -299,7 +298,7 @@ class Reread(TeacherKind):
         """Makes the cache's records of the teacher's own row, and adds the columns of that row."""
         own = read_own_row(batch)
         weights = (own["segment_ids"] != 0).astype(np.float32)
-        columns = {name: batch[f"{_PREFIX}{name}"] for name in COLUMNS}
+        columns = {name: batch[f"{PREFIX}{name}"] for name in COLUMNS}
         return self.kind.make_records(teacher, own | {"weights": weights}, spec) | columns
 
     def sum_loss(
@@ -323,14 +322,14 @@ class Reread(TeacherKind):
         self, student: Student, teacher: RunningTeacher, batch: Batch, spec: HeadSpec
     ) -> SharedEvalSums:
         theirs, their_head = self.kind.read_outputs(teacher, read_own_row(batch))
-        columns = (batch[f"teacher_{name}"] for name in ("labels", "byte_weights", "places"))
+        columns = (batch[f"{PREFIX}{name}"] for name in ("labels", "byte_weights", "places"))
         said = SharedTeacher(theirs, their_head, *columns)
         return shared_evaluation(*student, said, batch["labels"], batch["weights"], self.ids, spec)
 
 
 def read_own_row(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch with the teacher's row in the place of the student's."""
-    return batch | {name: batch[f"{_PREFIX}{name}"] for name in _ROW}
+    return batch | {name: batch[f"{PREFIX}{name}"] for name in _ROW}
 
 
 def share_tokens(

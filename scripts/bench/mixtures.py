@@ -56,9 +56,9 @@ from kdjax.formats.blocks import BLOCKS, fit_rows
 from kdjax.formats.imatrix import write_importance
 from kdjax.formats.kquants import ENCODERS
 from kdjax.models.decoder import DecoderFunctions, functional
-from kdjax.models.gptq import Hessians, round_layers, round_stack
+from kdjax.models.gptq import DAMP, Hessians, round_layers, round_stack
 from kdjax.models.importance import sum_squares
-from kdjax.models.mixture import Mixture, Part, list_matrices
+from kdjax.models.mixture import Mixture, Part, list_matrices, list_parts
 from kdjax.models.model import Model
 from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
@@ -238,8 +238,7 @@ class Bench:
         """The file of importances, on rows that train."""
         path = self.args.out / "importance.gguf"
         if not path.exists():
-            source = TextSource(self.rows.train, batch_size=8, seed=0)
-            tokens = (source.next(None)["tokens"] for _ in range(self.args.imatrix_rows // 8 or 1))
+            tokens = (batch["tokens"] for batch in self.read_training(self.args.imatrix_rows))
             sums, count = sum_squares(self.exact, tokens)
             size = self.args.seq_len
             write_importance(path, sums, count, datasets=[self.args.text], chunk_size=size)
@@ -249,7 +248,7 @@ class Bench:
     @functools.cached_property
     def importance(self) -> dict[tuple[str, ...], np.ndarray]:
         """The importances by parameter."""
-        paths = {part.path for parts in list_matrices(self.spec).values() for part in parts}
+        paths = {part.path for part in list_parts(self.spec)}
         return spread_importance(self.imatrix, sorted(paths), self.spec)
 
     def list_types(self, parts: Sequence[Part]) -> tuple[str, ...]:
@@ -290,11 +289,14 @@ class Bench:
         return found
 
     @property
-    def hessian_batches(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def hessian_batches(self) -> list[dict[str, np.ndarray]]:
         """Rows that Hessians are summed on."""
+        return list(self.read_training(self.args.hessian_rows))
+
+    def read_training(self, rows: int) -> Iterator[dict[str, np.ndarray]]:
+        """Reads batches of 8 of these rows that train."""
         source = TextSource(self.rows.train, batch_size=8, seed=0)
-        rows = (source.next(None) for _ in range(max(1, self.args.hessian_rows // 8)))
-        return [(row["tokens"], row["segment_ids"], row["positions"]) for row in rows]
+        return (source.next(None) for _ in range(max(1, rows // 8)))
 
     @property
     def made_of(self) -> dict[str, str]:
@@ -425,7 +427,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ggml", default="", metavar="RECIPES", help="round by ggml, too")
     parser.add_argument("--hessian-rows", type=int, default=64)
-    parser.add_argument("--damp", type=float, default=0.01, help="share of the mean diagonal")
+    parser.add_argument("--damp", type=float, default=DAMP, help="share of the mean diagonal")
     parser.add_argument("--train", default="", metavar="RECIPE:SECONDS;...")
     parser.add_argument("--both", action="store_true", help="train the recipe's types, too")
     parser.add_argument("--start", default="plain", choices=("plain", "blocks", "columns"))
