@@ -292,7 +292,7 @@ def compare(
     mine, vocabulary = cluster.share(batches), vocabulary or Vocabulary(spec.width, spec.real_vocab)
     waiting: Sequence[tuple[Any, ...]] = [()] * len(mine)
     if teacher is not None:
-        read = [vocabulary.swap(batch) for batch in mine]
+        read = [vocabulary.read_as_teacher(batch) for batch in mine]
         with _precision(teacher):
             states = _forward(teacher, mesh, [batch for batch, _ in read])
             waiting = [

@@ -185,8 +185,7 @@ class TokenMap:
         return self._align(ours.ids, lines[0], theirs.ids.astype(np.int32), lines[1])
 
     def read_answer(self, ids: np.ndarray, begin: int, prompts: tuple[str, str]) -> Reading:
-        """Aligns an answer, the ids from `begin` on, after a prompt that both have in their own
-        template."""
+        """Aligns an answer, the ids from `begin` on; each prompt is in its model's template."""
         closed = bool(self._is_special[ids[-1]]) and len(ids) > begin
         spelled, words = _spell(self.student), ids[begin : len(ids) - closed].tolist()
         answer = _decode(b"".join([spelled[i] for i in words]))[0]

@@ -359,7 +359,7 @@ def text_source(
     vocabulary: Vocabulary | None = None,
 ) -> TextSource:
     """Makes training batches of the rows, this process's share."""
-    read = vocabulary and vocabulary.columns(lambda row: pipeline.example(rows.train, row))
+    read = vocabulary and vocabulary.make_columns(lambda row: pipeline.example(rows.train, row))
     return TextSource(
         rows.train,
         batch_size=train.batch_size,

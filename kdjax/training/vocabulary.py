@@ -74,7 +74,7 @@ class Vocabulary:
 
     @property
     def ids(self) -> SharedIds | None:
-        """The map of ids as the loss reads it; None if the ids are one model's as the other's."""
+        """The map of ids as the loss reads it; None if both models have the same ids."""
         return None
 
     def complete(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -85,8 +85,8 @@ class Vocabulary:
         """Shapes of the columns that `complete` adds to a batch of `[B, T]`."""
         return {}
 
-    def swap(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """A batch's rows as the teacher reads them, and the places there of its positions."""
+    def read_as_teacher(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Returns a batch's rows as the teacher reads them, and each position's place there."""
         return batch, None
 
     def adapt(self, kind: TeacherKind, extra: object) -> TeacherKind:
@@ -94,14 +94,14 @@ class Vocabulary:
         return kind
 
     def refuse(self, what: object, why: str, remedy: str = "") -> None:
-        """Raises `UserError` if there is something that two tokenizers do not go together with."""
+        """Raises `UserError` for two tokenizers and a non-empty `what`, which they exclude."""
 
     def narrow(self, rows: int) -> "Vocabulary":
         """The vocabulary of a student whose head has `rows` rows."""
         return own_vocabulary(min(self.width, rows), self.real)
 
-    def columns(self, read: Callable[[int], dict[str, Any]]) -> Any:
-        """Columns that each row has for the teacher; None without any. `read` reads a row."""
+    def make_columns(self, read: Callable[[int], dict[str, Any]]) -> Any:
+        """Makes the columns that each row has for the teacher; None: none. `read` reads a row."""
         return None
 
     @property
@@ -181,7 +181,7 @@ class SharedVocabulary(Vocabulary):
             f"{PREFIX}{name}": jax.ShapeDtypeStruct(shape, dtype) for name, dtype in COLUMNS.items()
         }
 
-    def swap(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    def read_as_teacher(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         whole = self.complete(batch)
         return read_own_row(whole), whole["teacher_places"]
 
@@ -199,7 +199,7 @@ class SharedVocabulary(Vocabulary):
                 f"{remedy}, or choose a teacher of the student's tokenizer."
             )
 
-    def columns(self, read: Callable[[int], dict[str, Any]]) -> "RowColumns":
+    def make_columns(self, read: Callable[[int], dict[str, Any]]) -> "RowColumns":
         return RowColumns(self, read)
 
     @property
