@@ -476,6 +476,9 @@ BITS = "--bits=6"
         ([BITS, "--heldout=none/"], "error: none/: no file found"),
         ([BITS, "--costs=none.json"], "none.json: No such file"),
         ([BITS, "--costs=no.json"], "no.json: found no costs of format 1; expected"),
+        ([BITS, "--costs=nan.json"], "nan.json: found a cost of nan for a in Q8_0; expected"),
+        ([BITS, "--costs=iq1.json"], "iq1.json: found a cost of 0.1 for a in IQ1_S; expected"),
+        ([BITS, "--fields=x"], "as in messages=conversations,role=from,content=value. `kdjax"),
     ],
 )
 def test_what_flags_say_wrong_is_refused_before_the_model_is_opened(
@@ -483,6 +486,8 @@ def test_what_flags_say_wrong_is_refused_before_the_model_is_opened(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "no.json").write_text('{"format": 1, "costs": {"a": 3}}')
+    for name, costs in (("nan", '{"Q8_0": NaN}'), ("iq1", '{"IQ1_S": 0.1}')):
+        (tmp_path / f"{name}.json").write_text(f'{{"format": 1, "costs": {{"a": {costs}}}}}')
     monkeypatch.setattr(shrink, "open_checkpoint", lambda _: pytest.fail("opened"))
     assert run(models, text, tmp_path, *flags) == 2
     said = capsys.readouterr().err
@@ -536,7 +541,7 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
     said = capsys.readouterr().out
     out, work = tmp_path / "small.gguf", tmp_path / "small.shrink"
     assert out.stat().st_size <= count_gguf_bytes(source, "q5_0")
-    ends = r"([\d.]+) ± [\d.e-]+ \| [\d.]+ ± [\d.e-]+ \|$"
+    ends = r"([\d.]+) ± [\d.]+ \| [\d.]+ ± [\d.]+ \|$"
     rows = re.findall(rf"^\| (.+) \| [\d.]+ \| {ends}", said, re.M)
     weighed, gptq = "chosen types, with importance", "small.gguf, by GPTQ"
     assert [name for name, _ in rows] == ["q5_0, with importance", weighed, gptq]

@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises `UserError`, which the command reports like any other."""
-        stop = "" if message.endswith("?") else "."
+        stop = "" if message.endswith(("?", ".")) else "."
         raise UserError(f"{message}{stop} `{self.prog} --help` lists the flags.")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -61,7 +61,7 @@ from kdjax.evaluation.costs import (
 )
 from kdjax.evaluation.own_text import LONGEST, QUESTION, OwnText
 from kdjax.export import export_gguf
-from kdjax.export.card import begin_card, show_bound
+from kdjax.export.card import begin_card, show_bound, show_number
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.export.staging import check_sources, check_target, stage
 from kdjax.formats.files import make_place, replacing
@@ -76,7 +76,7 @@ from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step, tie_
 from kdjax.models.decoding import count_slots
 from kdjax.models.importance import sum_squares
 from kdjax.models.loading import count_parameters
-from kdjax.models.mixture import Mixture, count_weights, list_matrices, list_parts
+from kdjax.models.mixture import Mixture, count_weights, list_matrices, list_single_matrices
 from kdjax.models.model import Model, load_model
 from kdjax.training.best import Part
 from kdjax.training.forms import Rounded, spread_importance
@@ -213,7 +213,7 @@ def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
 
 def _name_unfitting(spec: ArchSpec) -> str:
     """Words about the matrices that stay F16, since no block type fits their rows."""
-    widths = [x.shape[-1] for x in list_parts(spec) if list_types([x]) == ("F16",)]
+    widths = [x.shape[-1] for x in list_single_matrices(spec) if list_types([x]) == ("F16",)]
     if not widths:
         return ""
     rows = ", ".join(f"{width:,}" for width in sorted(set(widths)))
@@ -329,7 +329,7 @@ class _Work:
         if not imatrix:
             return {}
         spec = self.checkpoint.spec
-        paths = {part.path for part in list_parts(spec)}
+        paths = {part.path for part in list_single_matrices(spec)}
         return spread_importance(imatrix, sorted(paths), spec)
 
     def measure_costs(self, imatrix: str) -> Mapping[str, Mapping[str, float]]:
@@ -435,14 +435,19 @@ def _format_table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = ["| file | MB | KL | agreement |", "| --- | --- | --- | --- |"]
     for name, row in found.items():
         kl, agreement = (show_bound(row["parts"][x]) for x in ("kl", "agreement"))
-        cells = f"{row['kl']:.4f}{kl}", f"{row['agreement']:.3f}{agreement}"
+        cells = f"{_show_kl(row['kl'])}{kl}", f"{row['agreement']:.3f}{agreement}"
         lines.append(f"| {name} | {row['bytes'] / 1e6:,.1f} | {' | '.join(cells)} |")
     (recipe, first), *_, (file, last) = found.items()
     if bound := show_bound(last["parts"]["kl"], first["parts"]["kl"]):
         gap, count = last["kl"] - first["kl"], len(last["parts"]["kl"])
-        lines += ["", f"KL of {file}, less the KL of {recipe}: {gap:.4f}{bound}."]
+        lines += ["", f"KL of {file}, less the KL of {recipe}: {_show_kl(gap)}{bound}."]
         lines.append(f"±: 95% intervals over {count} batches of rows, paired for a difference.")
     return lines
+
+
+def _show_kl(kl: float) -> str:
+    """Four decimals, or three digits of less than a hundredth."""
+    return f"{kl:.4f}" if abs(kl) >= 0.01 else show_number(kl, 3)
 
 
 def _count_types(mixture: Mixture) -> str:
@@ -584,7 +589,7 @@ def _write_card(
 def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     """Bytes of importance, costs and GPTQ: float32 weights, stacks, states, logits, Hessians."""
     stacks: dict[tuple[str, ...], int] = {}
-    for part in list_parts(spec):
+    for part in list_single_matrices(spec):
         stacks[part.path] = stacks.get(part.path, 0) + math.prod(part.shape)
     # Of each layer, and of those that take turns.
     states = (8 + spec.num_layers) * args.rows * args.seq_len * spec.hidden_size

@@ -10,6 +10,7 @@ import collections
 import functools
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float
 
 from kdjax.errors import UserError
 from kdjax.evaluation.choice import list_types
-from kdjax.formats.blocks import BLOCKS, decode_fields, encode_fields, fit_rows
+from kdjax.formats.blocks import BLOCKS, ENCODED, decode_fields, encode_fields, fit_rows
 from kdjax.formats.files import load_json, replacing
 from kdjax.formats.recipes import parts_by_type
 from kdjax.losses.chunked import HeadSpec
@@ -316,8 +317,19 @@ class CostFile:
 
 
 def read_costs(path: Path) -> dict[str, dict[str, float]]:
-    """Reads costs of any model and text; raises `UserError` for a file of another form."""
-    return _load(path)[1]
+    """Reads costs of any model and text, in types that can be written.
+
+    Raises `UserError` for a file of another form.
+    """
+    _, costs = _load(path)
+    for name, row in costs.items():
+        for dtype, cost in row.items():
+            if dtype not in ENCODED or not 0 <= cost < math.inf:
+                raise UserError(
+                    f"{path}: found a cost of {cost} for {name} in {dtype}; expected numbers from "
+                    f"0 on, of types among {', '.join(ENCODED)}. Leave others out."
+                )
+    return costs
 
 
 def _load(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:

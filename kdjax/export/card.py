@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from kdjax import __version__
 from kdjax.config import flatten
 from kdjax.formats.files import hide_folders
@@ -187,7 +189,12 @@ def show_bound(now: Sequence[Part] | None, before: Sequence[Part] | None = None)
     if not now or (before and [x.count for x in before] != [x.count for x in now]):
         return ""
     bound = find_bound(now, before)
-    return f" ± {bound:.2g}" if math.isfinite(bound) else ""
+    return f" ± {show_number(bound, 2)}" if math.isfinite(bound) else ""
+
+
+def show_number(value: float, digits: int) -> str:
+    """Writes a number of this many digits without an exponent: 0.000018."""
+    return np.format_float_positional(value, digits, fractional=False, trim="-")
 
 
 def _show(value: object) -> str:

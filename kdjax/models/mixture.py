@@ -48,14 +48,14 @@ def list_matrices(spec: ArchSpec) -> dict[str, tuple[Part, ...]]:
     return {name: tuple(parts) for name, parts in found.items()}
 
 
-def list_parts(spec: ArchSpec) -> list[Part]:
-    """Lists the matrices of all tensors of `list_matrices`."""
+def list_single_matrices(spec: ArchSpec) -> list[Part]:
+    """Lists the matrices of all tensors of `list_matrices`, each alone."""
     return [part for parts in list_matrices(spec).values() for part in parts]
 
 
 def count_weights(spec: ArchSpec) -> int:
     """Numbers of all matrices of `list_matrices`."""
-    return sum(math.prod(part.shape) for part in list_parts(spec))
+    return sum(math.prod(part.shape) for part in list_single_matrices(spec))
 
 
 def _name_tensors(spec: ArchSpec) -> dict[tuple[str, ...], list[str]]:
@@ -146,7 +146,7 @@ class Mixture:
         """Bytes of all matrices in a file."""
         return sum(
             count_bytes(part, self._look_up(part.path, part.place))
-            for part in list_parts(self.spec)
+            for part in list_single_matrices(self.spec)
         )
 
     @property

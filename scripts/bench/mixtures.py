@@ -58,7 +58,7 @@ from kdjax.formats.kquants import ENCODERS
 from kdjax.models.decoder import DecoderFunctions, functional
 from kdjax.models.gptq import DAMP, Hessians, round_layers, round_stack
 from kdjax.models.importance import sum_squares
-from kdjax.models.mixture import Mixture, Part, list_matrices, list_parts
+from kdjax.models.mixture import Mixture, Part, list_matrices, list_single_matrices
 from kdjax.models.model import Model
 from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
@@ -248,7 +248,7 @@ class Bench:
     @functools.cached_property
     def importance(self) -> dict[tuple[str, ...], np.ndarray]:
         """The importances by parameter."""
-        paths = {part.path for part in list_parts(self.spec)}
+        paths = {part.path for part in list_single_matrices(self.spec)}
         return spread_importance(self.imatrix, sorted(paths), self.spec)
 
     def list_types(self, parts: Sequence[Part]) -> tuple[str, ...]:
