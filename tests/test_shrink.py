@@ -587,6 +587,8 @@ def test_a_plan_has_minutes_of_costs_and_of_own_text_apart(exact, text, tmp_path
         assert run(exact, text, tmp_path, *flags, f"--text={sources}") == 0
         said.append(re.search(r"costs: .*", capsys.readouterr().out)[0])
     assert said[0] == said[1]
+    # For another machine, which has the text.
+    assert run(exact, text, tmp_path, *flags, "--text=none/", "--heldout=none/") == 0
 
 
 def test_text_that_is_not_given_is_half_the_models_own(tmp_path):
@@ -653,6 +655,12 @@ def test_a_7b_is_planned_from_its_header(tmp_path, capsys, monkeypatch):
     assert found, said
     assert float(found[1].replace(",", "")) == pytest.approx(7615.6 * 34 / 32, rel=0.001)
     assert 66 < float(found[2]) < 76
+    names, file = list_matrices(header.spec), CostFile(tmp_path / "costs.json", {})
+    file.write({name: {"Q8_0": 0.0} for name in names})
+    assert shrink.main([*plan, "--device=H200", f"--costs={file.path}"]) == 0
+    said = capsys.readouterr().out  # twice 30.5 GB are compared, and states and logits have 6.7
+    assert " passes of " not in said
+    assert 61 < float(re.search(r" about ([\d.]+) GB", said)[1]) < min(68, float(found[2]))
     assert shrink.main([*plan, "--device=H100", "--memory=40GB"]) == 2
     assert "that is too much" in capsys.readouterr().out
     assert shrink.main([*plan[:-1], "--device=H100"]) == 2

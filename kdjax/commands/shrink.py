@@ -147,8 +147,9 @@ def _check_flags(args: argparse.Namespace) -> None:
     args.own = OwnText.find(args.text, args.work)
     # A plan reads a little text, and does so before the model has written.
     args.sources = args.text if args.own is None else args.own.others or _SOURCE
-    for text in filter(None, (args.sources, args.heldout)):
-        find_files(text, Fields.parse(args.fields))
+    if not args.plan:  # which may be for another machine
+        for text in filter(None, (args.sources, args.heldout)):
+            find_files(text, Fields.parse(args.fields))
     if args.costs is not None:
         args.costs = read_costs(args.costs)
 
@@ -587,20 +588,23 @@ def _write_card(
 
 
 def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
-    """Bytes of importance, costs and GPTQ: float32 weights, stacks, states, logits, Hessians."""
+    """Bytes that importance, costs, GPTQ and proof take; costs of an earlier call take none.
+
+    They are float32 weights, stacks, states, logits and Hessians.
+    """
+    weights = count_parameters(spec)
     stacks: dict[tuple[str, ...], int] = {}
     for part in list_single_matrices(spec):
         stacks[part.path] = stacks.get(part.path, 0) + math.prod(part.shape)
     # Of each layer, and of those that take turns.
     states = (8 + spec.num_layers) * args.rows * args.seq_len * spec.hidden_size
     logits = 4 * min(1024, args.rows * args.seq_len) * spec.vocab_size
-    costs = 4 * (count_parameters(spec) + _STACKS * max(stacks.values()) + states + logits)
+    others = weights if args.costs else _STACKS * max(stacks.values())  # of a proof, or a cost
+    needed = 4 * (weights + others + states + logits)
     if not gptq.suits(spec):
-        return costs
-    rounds = 4 * (
-        2 * count_parameters(spec) + max(_READ, args.rows) * args.seq_len * spec.hidden_size
-    )
-    return max(costs, rounds + gptq.count_hessian_bytes(spec))
+        return needed
+    rounds = 4 * (2 * weights + max(_READ, args.rows) * args.seq_len * spec.hidden_size)
+    return max(needed, rounds + gptq.count_hessian_bytes(spec))
 
 
 def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
@@ -623,12 +627,14 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
             took = f" in about {writing / peak / _WRITING / 60:,.1f} minutes" if peak else ""
             print(f"self-generated text: at most {ids:,} ids{took}")
         print(f"{args.out}: at most {goal.nbytes / 1e6:,.1f} MB, compared with {recipe}")
-        print(f"costs: {passes:,} passes of {positions:,} positions{minutes}")
+        if args.costs is None:
+            print(f"costs: {passes:,} passes of {positions:,} positions{minutes}")
         room = devices.memory_bytes
         of = f" of {room / 1e9:,.1f} GB" if room else ""
         print(f"memory of importance, costs and GPTQ: about {needed / 1e9:,.1f} GB{of}")
         if missing := bool(room and needed > room):
-            print("that is too much: take a larger device, fewer --rows, or --costs of another")
+            other = "" if args.costs else ", or --costs of another"
+            print(f"that is too much: take a larger device, fewer --rows{other}")
         if not args.train:
             return BAD_INPUT if missing else FINISHED
         args.rank = _choose_rank(args, checkpoint)
