@@ -468,6 +468,7 @@ BITS = "--bits=6"
         (["--like=q9"], "error: found --like=q9; expected one of "),
         (["--size=-5MB"], "--size=-5MB: expected a size above 0"),
         ([f"--size={'9' * 400}"], "expected a size above 0"),
+        ([BITS, "--learning-rate=0"], "--learning-rate=0 must be above 0"),
         (["--bits=nan"], "argument --bits: found 'nan'; expected a finite number"),
         (["--bits=inf"], "argument --bits: found 'inf'; expected a finite number"),
         (["--bits=x"], "argument --bits: found 'x'; expected a finite number"),
@@ -751,6 +752,9 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     assert made.spec.tied and "output.weight" not in made.table  # the matrix is there once
     assert run(exact, text, tmp_path, "--like=q4_0", "--seconds=1", "--overwrite") == 2
     assert "Name another --work" in capsys.readouterr().err
+    again = ["--like=q4_0", "--steps=3", "--learning-rate=0.5", "--overwrite"]
+    assert run(exact, text, tmp_path, *again) == 0  # in a run of its own
+    assert "| small.gguf, untrained: no step was better |" in capsys.readouterr().out
 
 
 @pytest.mark.slow

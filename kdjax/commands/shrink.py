@@ -122,6 +122,8 @@ def _parser() -> Parser:
     add("--steps", type=int, default=600, help="optimizer steps")
     add("--seconds", type=float, default=0.0, help="train for this time; 0: for --steps")
     add("--no-train", dest="train", action="store_false", help="round by GPTQ, train nothing")
+    words = f"at its peak; default: {_FEW_RATE:g} below {_FEW_BITS:g} bits a weight, else {_RATE:g}"
+    add("--learning-rate", type=float, metavar="RATE", help=words)
     words = "train adapters of this rank under rounding, 0: all numbers; default: 0 if that fits"
     add("--rank", type=int, metavar="N", help=f"{words} the device, else {_RANK}")
     add("--costs", type=Path, metavar="FILE", help="costs of an earlier call: measure none")
@@ -138,6 +140,8 @@ def _parser() -> Parser:
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises `UserError` for flags and files that cannot work; reads sizes, costs and sources."""
     check_least(args, steps=1, rows=1, seq_len=2, batch_size=1, microbatches=1, seconds=0, rank=0)
+    if args.learning_rate is not None and args.learning_rate <= 0:
+        raise UserError(f"--learning-rate={args.learning_rate:g} must be above 0.")
     if args.like is not None and args.like not in RECIPES:
         raise UserError(f"found --like={args.like}; expected one of {', '.join(RECIPES)}.")
     if args.size is not None:
@@ -247,6 +251,8 @@ def _make_config(
     config.data.train, config.data.heldout = args.sources, args.heldout
     config.data.fields, config.data.seq_len = args.fields, args.seq_len
     config.optim.learning_rate = _FEW_RATE if bits < _FEW_BITS else _RATE
+    if args.learning_rate is not None:
+        config.optim.learning_rate = config.student.lora.learning_rate = args.learning_rate
     config.optim.final_learning_rate = 0.0
     config.train.batch_size, config.train.microbatches = args.batch_size, args.microbatches
     _set_steps(config, args.steps)
@@ -361,16 +367,17 @@ class _Work:
             masters, scales = gptq.round_layers(model, list(self.read_training()), mixture)
         return form, masters, form.complete(masters, scales)
 
-    def round(self, mixture: Mixture, types: Path, imatrix: str) -> Model:
-        """Rounds the model; returns it packed, on the host."""
+    def round(self, mixture: Mixture, types: Path, imatrix: str) -> tuple[Model, str]:
+        """Rounds the model; returns it packed, on the host, and how it was made."""
         form, masters, kept = self.begin(mixture, types, imatrix)
         packed = jax.device_get(jax.jit(form.pack)({}, kept, masters))
-        return self.load().replace(params=packed)
+        return self.load().replace(params=packed), "by GPTQ"
 
-    def train(self, mixture: Mixture, types: Path, imatrix: str) -> Model:
-        """Trains the chosen types, from GPTQ's masters or by adapters; returns it, on the host."""
+    def train(self, mixture: Mixture, types: Path, imatrix: str) -> tuple[Model, str]:
+        """Trains the chosen types, from GPTQ's masters or by adapters; returns as `round` does."""
         name = hashlib.sha256(types.read_bytes()).hexdigest()[:8]
-        start = "" if self.args.rank else str(self.folder / f"start-{name}.npz")
+        rank, rate = self.args.rank, self.args.learning_rate
+        start = "" if rank else str(self.folder / f"start-{name}.npz")
         if start and not Path(start).exists():
             _, masters, kept = self.begin(mixture, types, imatrix)
             write_start(Path(start), masters, kept)
@@ -380,18 +387,22 @@ class _Work:
         bits = 8 * mixture.nbytes / count_weights(spec)
         config = _make_config(self.args, spec, str(types), start, bits)
         config.student.imatrix = "" if start else imatrix
-        workdir = self.folder / f"run-{name}{f'-rank{self.args.rank}' if self.args.rank else ''}"
+        how = f"-rank{rank}" * bool(rank) + (f"-rate{rate:g}" if rate else "")
+        workdir = self.folder / f"run-{name}{how}"
         if self.args.seconds:
             self._fit_steps(config, workdir)
         validate(config)
         reason = distill(config, workdir, suits_cpu=True, distributed="off")
         if reason != "finished":
             raise KeyboardInterrupt
-        return read_model(open_step(workdir))
+        best = open_step(workdir)
+        if best.saved is not None and not best.saved.step:
+            return read_model(best), "untrained: no step was better"
+        return read_model(best), f"trained{f' by adapters of rank {rank}' * bool(rank)}"
 
     def _fit_steps(self, config: Config, workdir: Path) -> None:
         """Sets the number of steps that fit into --seconds; times a few of them once."""
-        pace, seconds = workdir.with_suffix(".pace.json"), []
+        pace, seconds = workdir.with_name(f"{workdir.name}.pace.json"), []
         if not pace.exists():
             if (workdir / CHECKPOINTS).is_dir() and saved_steps(workdir):
                 raise UserError(f"{workdir}: found a run without {pace}. Name another --work.")
@@ -402,7 +413,7 @@ class _Work:
                     raise _Paced
 
             config.eval.rows, config.train.steps = 1, max(config.train.steps, _PACE + 1)
-            trial = workdir.with_suffix(".pace")
+            trial = workdir.with_name(f"{workdir.name}.pace")
             try:
                 distill(config, trial, on_step=note, suits_cpu=True, distributed="off")
             except _Paced:
@@ -541,7 +552,7 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
     spread, made = work.spread(imatrix), work.folder / args.out.name
     imatrix = imatrix if mixture.searches else ""
     make = work.train if args.train else work.round
-    student = make(mixture, types, imatrix)
+    student, how = make(mixture, types, imatrix)
     summary = export_gguf(student, made, overwrite=True)
     del student
 
@@ -557,8 +568,7 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
 
     files = {f"{recipe}, with importance": named(Mixture.named(recipe, checkpoint.spec))}
     files["chosen types, with importance"] = named(mixture)
-    how = f"trained{f' by adapters of rank {args.rank}' if args.rank else ''}"
-    files[f"{args.out.name}, {how if args.train else 'by GPTQ'}"] = written
+    files[f"{args.out.name}, {how}"] = written
     found = _prove(work, files)
     _write_card(args, work, mixture, found, free)  # first: a call that finds --out does nothing
     with stage(args.out, folder=False, overwrite=args.overwrite) as aside:
