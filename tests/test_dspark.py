@@ -598,7 +598,8 @@ def test_what_is_no_head_is_refused(models, model, head, path):
         model.generate(PROMPTS[:1], draft=head, draft_tokens=5, max_tokens=2)
     with pytest.raises(UserError, match=r"found architecture 'qwen3'; expected 'dflash'"):
         load_head(path, model)
+    loss = kdjax.KDLoss(kdjax.total_variation)
     with pytest.raises(UserError, match=r"found no head that drafts and form=DraftHead"):
-        kdjax.make_step(
-            model, model, kdjax.KDLoss(kdjax.total_variation), optax.sgd(1.0), form=DraftHead()
-        )
+        kdjax.make_step(model, model, loss, optax.sgd(1.0), form=DraftHead())
+    with pytest.raises(UserError, match=r"form=Rounded\('q4_0'\) for a block or head that drafts"):
+        kdjax.make_step(head, model, loss, optax.sgd(1.0), form=kdjax.Rounded("q4_0"))

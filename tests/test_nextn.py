@@ -496,7 +496,7 @@ def test_what_is_no_block_is_refused(models, block, model):
     with pytest.raises(UserError, match=r"a qwen2 model; expected one of qwen3_5_text"):
         kdjax.take_block(other)
     loss = kdjax.KDLoss(kdjax.total_variation)
-    with pytest.raises(UserError, match=r"form=Rounded\('q4_0'\) for a block that drafts"):
+    with pytest.raises(UserError, match=r"form=Rounded\('q4_0'\) for a block or head that drafts"):
         kdjax.make_step(block, model, loss, optax.sgd(1.0), form=kdjax.Rounded("q4_0"))
     with pytest.raises(UserError, match=r"found no block that drafts and form=DraftBlock\(\)"):
         kdjax.make_step(model, model, loss, optax.sgd(1.0), form=kdjax.DraftBlock())

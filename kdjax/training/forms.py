@@ -600,6 +600,14 @@ class _Drafting(Form):
         """Returns `none`: a block is one layer, a head a few."""
         return "none"
 
+    def _refuse_adapters(self, student: Checkpoint, block: str) -> None:
+        """Raises `UserError` for a model with adapters; `block` is `student.block`."""
+        if student.adapters is not None:
+            raise UserError(
+                f"{student}: found adapters and student.block={block!r}; expected a model without "
+                "them. Merge them first (kdjax export --format=gguf)."
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class DraftBlock(_Drafting):
@@ -649,11 +657,7 @@ class DraftBlock(_Drafting):
 
     def open(self, student: Checkpoint) -> Checkpoint:
         """Returns the student with its block, or a new one; raises `UserError` if it has none."""
-        if student.adapters is not None:
-            raise UserError(
-                f"{student}: found adapters and student.block={NEW if self.new else OWN_BLOCK!r}; "
-                "expected a model without them. Merge them first (kdjax export --format=gguf)."
-            )
+        self._refuse_adapters(student, NEW if self.new else OWN_BLOCK)
         return dataclasses.replace(student, spec=find_block(student.spec, student, new=self.new))
 
     def draw(self, student: Checkpoint, seed: int) -> Params | None:
@@ -668,11 +672,7 @@ class DraftBlock(_Drafting):
 
     def list_backward(self, spec: ArchSpec) -> ArchSpec:
         """Returns the architecture with the one layer of the block, for each draft of a pass."""
-        attends = next(layer for layer in spec.layers if not layer.delta)
-        layers = (attends,) * (1 + len(self.later))
-        return dataclasses.replace(
-            spec, layers=layers, delta_key_heads=0, delta_value_heads=0, drafts=0
-        )
+        return _repeat_attention(spec, 1 + len(self.later))
 
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """Counts the layers without the head, and the block both ways; the head has no gradient."""
@@ -727,11 +727,7 @@ class _Tapped(_Drafting):
 
     def open(self, student: Checkpoint) -> Checkpoint:
         """Returns the student; raises `UserError` for one that such a head cannot draft for."""
-        if student.adapters is not None:
-            raise UserError(
-                f"{student}: found adapters and student.block={self.part!r}; expected a model "
-                "without them. Merge them first (kdjax export --format=gguf)."
-            )
+        self._refuse_adapters(student, self.part)
         check_tapped(student.spec, student)
         return student
 
@@ -755,15 +751,8 @@ class _Tapped(_Drafting):
 
     def list_backward(self, spec: ArchSpec) -> ArchSpec:
         """Returns the architecture with the layers of the head, which attend, without gates."""
-        attends = next(layer for layer in spec.layers if not layer.delta)
-        return dataclasses.replace(
-            spec,
-            layers=(attends,) * self._count_passes(spec),
-            gated=False,
-            delta_key_heads=0,
-            delta_value_heads=0,
-            drafts=0,
-        )
+        layers = _repeat_attention(spec, self._count_passes(spec))
+        return dataclasses.replace(layers, gated=False)
 
     def _shape_like(self, spec: ArchSpec) -> HeadShape:
         """The shape of a head for a target of this architecture."""
@@ -1041,14 +1030,15 @@ class Rounded(Form):
     def settle(self, student: Model) -> "Rounded":
         """Chooses the types of the student's parameters, and the form that computes them.
 
-        Raises `UserError` for types that cannot be trained, for a custom module, for a block that
-        drafts, and for importances of another model.
+        Raises `UserError` for types that cannot be trained, for a custom module, for a block or
+        head that drafts, and for importances of another model.
         """
         inner, rounded = choose_form(None, student), self.choose_types(student.spec)
-        if isinstance(inner, DraftBlock):
+        if isinstance(inner, _Drafting):
             raise UserError(
-                f"found form=Rounded({self.text!r}) for a block that drafts; expected none: it "
-                "trains as numbers next to layers that stay as they are stored. Leave it out."
+                f"found form=Rounded({self.text!r}) for a block or head that drafts; expected "
+                "none: it trains as numbers next to layers that stay as they are stored. Leave it "
+                "out."
             )
         if isinstance(inner, Adapters):
             given = {x.name: getattr(rounded, x.name) for x in dataclasses.fields(Rounded)}
@@ -1481,6 +1471,14 @@ def check_form(form: Form, student: Model, **settings: Any) -> None:
             f"the student {student.source} holds {held} weights, which no gradient reaches. "
             'Load it with dtype="float32" and weights="dense".'
         )
+
+
+def _repeat_attention(spec: ArchSpec, count: int) -> ArchSpec:
+    """The architecture of `count` layers like its first one of attention, and of no others."""
+    attends = next(layer for layer in spec.layers if not layer.delta)
+    return dataclasses.replace(
+        spec, layers=(attends,) * count, delta_key_heads=0, delta_value_heads=0, drafts=0
+    )
 
 
 def _flatten(tree: Params) -> dict[tuple[str, ...], Any]:
