@@ -217,6 +217,18 @@ def test_the_tables_of_several_devices_come_in_order_side_by_side_and_once(scali
     assert not again and same == found  # an earlier command measured all
 
 
+@pytest.mark.parametrize(
+    ("shown", "count", "first", "seen"),
+    [(None, 2, 2, "2,3"), ("3", 1, 0, "3"), ("1,3,5", 2, 1, "3,5")],
+)
+def test_processes_take_devices_that_the_call_was_shown(monkeypatch, shown, count, first, seen):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert step.visible(count, first)["CUDA_VISIBLE_DEVICES"] == seen
+
+
 def test_strong_scaling_computes_the_same_rows_at_a_time_on_any_number(args):
     asked = step.arguments([f"--folder={args.folder}"], strong=64)
     asked.teacher, asked.student = args.teacher, args.student

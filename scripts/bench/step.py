@@ -264,12 +264,13 @@ def run(
 
 
 def visible(count: int, first: int = 0) -> dict[str, str]:
-    """Variables that show a process `count` devices, from the `first` of the host's; 0: all."""
+    """Variables that show a process `count` devices, from the `first` of those shown; 0: all."""
     if not count:
         return {}
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + count)))}
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + count)))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(shown.split(",")[first : first + count])}
 
 
 @functools.cache
