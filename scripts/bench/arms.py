@@ -1,7 +1,12 @@
-"""Runs arms one after another in one process; each is a line of OUT/results.jsonl at once."""
+"""Runs arms one after another in one process; each is a line of OUT/results.jsonl at once.
+
+Arms that train in this process do so for their seconds (`train_for`).
+"""
 
 import gc
+import itertools
 import json
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -9,10 +14,16 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
+from kdjax.data.pipeline import TextSource
 from kdjax.data.rows import Rows
 from kdjax.evaluation.heldout import read_text
 from kdjax.models.tokenizer import Tokenizer
+
+_WARMUP, _LOOK = 10, 8  # steps that the rate rises over, and between two looks at the clock
 
 
 class Arm(Protocol):
@@ -61,6 +72,62 @@ def run_arms(
         with results.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(json.dumps(record), flush=True)
+
+
+def make_optimizer() -> optax.GradientTransformation:
+    """AdamW whose rate `set_rate` sets before each step."""
+
+    def make(learning_rate: Any) -> optax.GradientTransformation:
+        adamw = optax.adamw(learning_rate, b2=0.95, weight_decay=0.01)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    return optax.inject_hyperparams(make)(learning_rate=0.0)
+
+
+def set_rate(state: Any, rate: float, number: int, share: float) -> None:
+    """Sets the rate of a step by its number, from 1, and the share of the run before it.
+
+    It rises over `_WARMUP` steps, and falls by a cosine.
+    """
+    now = rate * min(number / _WARMUP, 1.0) * (0.5 + 0.5 * math.cos(math.pi * min(share, 1.0)))
+    state.opt_state.hyperparams["learning_rate"] = jnp.float32(now)
+
+
+def train_for(
+    seconds: float,
+    step: Any,
+    state: Any,
+    teacher: Any,
+    source: TextSource,
+    rate: float,
+    *,
+    step_seconds: float = 0.0,
+) -> tuple[Any, dict[str, Any]]:
+    """Trains for seconds of steps, the first two not counted; returns the state, and its pace.
+
+    `teacher` are its parameters. With `step_seconds` each step counts that many.
+    """
+    begun, spent, number = 0.0, 0.0, 0
+    times, losses = list[float](), list[float]()
+    for number in itertools.count(1):
+        set_rate(state, rate, number, spent / seconds)
+        state, metrics = step(state, teacher, source.next(None))
+        if number == 2:  # the first compiled
+            jax.block_until_ready(metrics)
+            begun = time.monotonic()
+        elif number > 2 and number % _LOOK == 0:
+            losses.append(metrics.means()["loss"])
+            clock = time.monotonic() - begun
+            times.append(clock / _LOOK - sum(times))
+            spent = number * step_seconds or clock
+            if spent >= seconds:
+                break
+    return state, {
+        "steps": number,
+        "train_seconds": sum(times) * _LOOK,
+        "step_ms": 1e3 * float(np.median(times)),
+        "losses": [round(x, 4) for x in losses[:: max(1, len(losses) // 20)]],
+    }
 
 
 def read_beside(named: str, tokenizer: Tokenizer, *, rows: int, seq_len: int) -> dict[str, Rows]:

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import kdjax
@@ -62,11 +61,10 @@ from kdjax.models.mixture import Mixture, Part, list_matrices, list_single_matri
 from kdjax.models.model import Model
 from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
-from scripts.bench.arms import run_arms
+from scripts.bench.arms import make_optimizer, run_arms, set_rate, train_for
 from scripts.bench.ggml import make_rounding
 
 RECIPES = "q2_k,q3_k_m,iq4_xs,q4_k_m"
-_WARMUP = 10
 
 
 class Arm(NamedTuple):
@@ -96,16 +94,6 @@ def _list_arms(args: argparse.Namespace) -> Iterator[Arm]:
         for choice in ("chosen", "recipe") if args.both else ("chosen",):
             name = f"{recipe} {choice} trained {seconds} s from {args.start}"
             yield Arm(name, recipe, choice, "trained", float(seconds))
-
-
-def _make_optimizer(rate: float = 0.0) -> optax.GradientTransformation:
-    """AdamW whose rate is set before each step."""
-
-    def make(learning_rate: Any) -> optax.GradientTransformation:
-        adamw = optax.adamw(learning_rate, b2=0.95, weight_decay=0.01)
-        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-    return optax.inject_hyperparams(make)(learning_rate=rate)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -159,13 +147,11 @@ class Bench:
         teacher = published.replace(params=self.cast(published.params))
         loss = kdjax.KDLoss(kdjax.forward_kl, 1.0, 0.0)
         settings: dict[str, Any] = self.sizes() | {"allow_degenerate": True}
-        step = kdjax.make_step(published, teacher, loss, _make_optimizer(), **settings)
+        step = kdjax.make_step(published, teacher, loss, make_optimizer(), **settings)
         state: Any = step.init(moved)
         source = TextSource(self.rows.train, batch_size=args.batch_size, seed=7)
         for done in range(args.reference_steps):
-            rate = args.reference_rate * min((done + 1) / _WARMUP, 1.0)
-            rate *= 0.5 + 0.5 * math.cos(math.pi * done / args.reference_steps)
-            state.opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
+            set_rate(state, args.reference_rate, done + 1, done / args.reference_steps)
             state, _ = step(state, teacher.params, source.next(None))
         healed, exact = state.params, self.exact
         judge = Comparison(exact, self.judged)
@@ -375,7 +361,7 @@ class Bench:
         loss = kdjax.KDLoss(kdjax.forward_kl, 1.0, 0.0)
         form = self._form(mixture)
         step = kdjax.make_step(
-            self.student, self.teacher, loss, _make_optimizer(), form=form, **self.sizes()
+            self.student, self.teacher, loss, make_optimizer(), form=form, **self.sizes()
         )
         state: Any = step.init(self.student.params)
         if args.start != "plain":
@@ -385,26 +371,13 @@ class Bench:
             del masters, kept
         rate = 2e-5 if arm.recipe == "q2_k" else 1e-5
         source = TextSource(self.rows.train, batch_size=args.batch_size, seed=args.seed)
-        begun, spent, done = time.monotonic(), 0.0, 0
-        for done in itertools.count(1):
-            now = rate * min(done / _WARMUP, 1.0)
-            now *= 0.5 + 0.5 * math.cos(math.pi * min(spent / arm.seconds, 1.0))
-            state.opt_state.hyperparams["learning_rate"] = jnp.float32(now)
-            state, metrics = step(state, self.teacher.params, source.next(None))
-            if done == 2:  # the first compiled
-                jax.block_until_ready(metrics)
-                begun = time.monotonic()
-            elif done > 2 and done % 8 == 0:
-                jax.block_until_ready(metrics)
-                spent = time.monotonic() - begun
-                if spent >= arm.seconds:
-                    break
+        given = step, state, self.teacher.params, source, rate
+        state, found = train_for(arm.seconds, *given)
         if args.files:
             kept = self.student.replace(params=jax.device_get(step.pack(state)))
             name = f"{arm.recipe}-{arm.choice}-trained.gguf"
             print(kdjax.export_gguf(kept, args.out / name, overwrite=True))
-        found = {"steps": done, "train_seconds": spent, "rate": rate, "seed": args.seed}
-        return step.see(state), found
+        return step.see(state), found | {"rate": rate, "seed": args.seed}
 
 
 def _parser() -> argparse.ArgumentParser:

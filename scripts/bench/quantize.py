@@ -23,7 +23,6 @@ over. Exit status: 0 done, 2 bad input.
 import argparse
 import dataclasses
 import functools
-import itertools
 import math
 import re
 import sys
@@ -33,8 +32,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import kdjax
@@ -52,7 +49,7 @@ from kdjax.training.forms import Rounded
 from kdjax.training.heldout import held_out
 from kdjax.training.inputs import prepare
 from kdjax.training.step import Step
-from scripts.bench.arms import read_beside, run_arms
+from scripts.bench.arms import make_optimizer, read_beside, run_arms, train_for
 
 QUEUE = (
     "small<big:#60*0; small<big:q4_0#60*0; small<self:q4_0@1e-5#60*0; big<self:blocks=Q2_K#200*0;"
@@ -65,18 +62,7 @@ _ARM = re.compile(
     r"(?P<student>\w+)<(?P<teacher>\w+):(?P<quantize>[^~!@#*/]*(?:/[a-z][^~!@#*]*)?)(?P<learned>~?)(?P<imatrix>!?)"
     r"(?:@(?P<rate>[\d.e-]+))?(?:#(?P<seconds>[\d.]+))?(?:\*(?P<seed>\d+))?"
 )
-_WARMUP, _LOOK = 10, 8  # steps that the rate rises over, and between two looks at the clock
 _AROUND = 75.0  # seconds that loading, compiling and judging take
-
-
-def _make_optimizer() -> optax.GradientTransformation:
-    """AdamW whose rate is set before each step."""
-
-    def make(learning_rate: Any) -> optax.GradientTransformation:
-        adamw = optax.adamw(learning_rate, b2=0.95, weight_decay=0.01)
-        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-    return optax.inject_hyperparams(make)(learning_rate=0.0)
 
 
 class Arm(NamedTuple):
@@ -239,7 +225,7 @@ class Bench:
             student,
             teacher,
             loss,
-            _make_optimizer(),
+            make_optimizer(),
             form=self._form(arm, student),
             microbatches=self._args.microbatches,
             chunk_tokens=self._args.chunk_tokens,
@@ -327,30 +313,9 @@ class Bench:
         """The state after the arm's seconds, and how fast it went."""
         args = self._args
         source = TextSource(self.rows.train, batch_size=args.batch_size, seed=arm.seed)
-        begun, spent, times, losses, done = 0.0, 0.0, [], [], 0
-        for done in itertools.count(1):
-            rate = arm.rate * min(done / _WARMUP, 1.0)
-            rate *= 0.5 + 0.5 * math.cos(math.pi * min(spent / arm.seconds, 1.0))
-            state.opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
-            state, metrics = step(state, teacher.params, source.next(None))
-            if done == 2:  # the first compiled
-                jax.block_until_ready(metrics)
-                begun = time.monotonic()
-            elif done > 2 and done % _LOOK == 0:
-                losses.append(metrics.means()["loss"])
-                times.append((time.monotonic() - begun - sum(times) * _LOOK) / _LOOK)
-                clock = time.monotonic() - begun
-                spent = done * args.step_seconds if args.step_seconds else clock
-                if spent >= arm.seconds:
-                    break
-        tokens = done * args.batch_size * args.seq_len
-        return state, {
-            "steps": done,
-            "tokens": tokens,
-            "train_seconds": sum(times) * _LOOK,
-            "step_ms": 1e3 * float(np.median(times)),
-            "losses": [round(x, 4) for x in losses[:: max(1, len(losses) // 20)]],
-        }
+        given = step, state, teacher.params, source, arm.rate
+        state, found = train_for(arm.seconds, *given, step_seconds=args.step_seconds)
+        return state, found | {"tokens": found["steps"] * args.batch_size * args.seq_len}
 
 
 def _parser() -> argparse.ArgumentParser:
