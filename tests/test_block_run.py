@@ -281,6 +281,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
         ([f"--out={out}"], "is there already"),
         ([f"--out={served}", "--overwrite"], f"{served} is what the command reads"),
         ([f"--out={tmp_path}/p.gguf", "--steps=0"], "run:\n  train.steps=0"),
+        ([f"--out={tmp_path}/p.run"], "p.run is where the parts are stored"),
         ([f"--out={out}/p.gguf", f"--workdir={tmp_path}/p"], "o.gguf is no folder"),
         ([f"--out={tmp_path}/p.gguf", "--type=iq1_s"], "expected one of F32"),
         ([f"--out={tmp_path}/p.gguf", "--config.student.lora.rank=2"], "must be 0 with"),
@@ -306,8 +307,11 @@ def test_one_command_makes_a_small_draft_from_prompts(models, tmp_path, capsys):
     assert said.count("next:") == 1 and "kdjax verify" not in said  # the run's own are not said
     answers = (tmp_path / "o.answers.jsonl").read_bytes()
     assert 40 <= answers.count(b"def f") <= 48  # empty ones are left out
+    # In the workdir a model of the draft's name stays.
+    kept = shutil.copy(big, tmp_path / "o.run" / "o.gguf")
     again = [f"--out={out}", "--overwrite", *how]
     assert draft.main([f"{big}@dense:float32", *again]) == 0
+    assert kept.read_bytes() == big.read_bytes()
     assert (tmp_path / "o.answers.jsonl").read_bytes() == answers
     assert open_table(out).info("blk.0.ffn_up.weight").dtype == "Q8_0"
     begun = [f"{big}@dense:float32", f"--draft={out}", "--prompt=def f"]

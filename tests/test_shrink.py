@@ -38,6 +38,7 @@ from kdjax.export import export_gguf
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.formats import open_table
 from kdjax.formats.blocks import BLOCKS, decode, encode
+from kdjax.formats.locks import LOCK, locking
 from kdjax.formats.recipes import identify_types, read_types
 from kdjax.formats.saved import saved_steps
 from kdjax.formats.start import check_start, read_masters, read_scales, write_start
@@ -472,6 +473,8 @@ BITS = "--bits=6"
         (["--bits=nan"], "argument --bits: found 'nan'; expected a finite number"),
         (["--bits=inf"], "argument --bits: found 'inf'; expected a finite number"),
         (["--bits=x"], "argument --bits: found 'x'; expected a finite number"),
+        (["--bits=1e308"], "error: found --bits=1e+308; expected more than 0, at most 32"),
+        (["--bits=0"], "error: found --bits=0; expected more than 0, at most 32"),
         ([BITS, "--text="], "argument --text: found ''; expected folders, globs or files"),
         ([BITS, "--text=own,none/"], "error: none/: no file found"),
         ([BITS, "--heldout=none/"], "error: none/: no file found"),
@@ -480,6 +483,12 @@ BITS = "--bits=6"
         ([BITS, "--costs=nan.json"], "nan.json: found a cost of nan for a in Q8_0; expected"),
         ([BITS, "--costs=iq1.json"], "iq1.json: found a cost of 0.1 for a in IQ1_S; expected"),
         ([BITS, "--fields=x"], "as in messages=conversations,role=from,content=value. `kdjax"),
+        ([BITS, "--costs=less.json"], "less.json: found a cost of -1e-09 for a in Q8_0; expected"),
+        ([BITS, "--costs=cut.json"], "expected a JSON object. Name another, or remove it."),
+        ([BITS, "--out=a.shrink"], "error: a.shrink is where the parts are stored. Give another"),
+        ([BITS, "--out=a.gguf", "--work=./a.gguf"], "a.gguf is where the parts are stored. Give"),
+        ([BITS, "--out=notes.gguf"], "notes.md is there, where the card of notes.gguf is written"),
+        ([BITS, "--out=new.md"], "found new.md, the name of a card; expected a file such as"),
     ],
 )
 def test_what_flags_say_wrong_is_refused_before_the_model_is_opened(
@@ -487,8 +496,14 @@ def test_what_flags_say_wrong_is_refused_before_the_model_is_opened(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "no.json").write_text('{"format": 1, "costs": {"a": 3}}')
-    for name, costs in (("nan", '{"Q8_0": NaN}'), ("iq1", '{"IQ1_S": 0.1}')):
+    for name, costs in (
+        ("nan", '{"Q8_0": NaN}'),
+        ("less", '{"Q8_0": -1e-9}'),
+        ("iq1", '{"IQ1_S": 0.1}'),
+    ):
         (tmp_path / f"{name}.json").write_text(f'{{"format": 1, "costs": {{"a": {costs}}}}}')
+    (tmp_path / "cut.json").write_text('{"format": 1, "costs": {"a')
+    (tmp_path / "notes.md").write_text("# notes.gguf\n\nOf a user.\n")
     monkeypatch.setattr(shrink, "open_checkpoint", lambda _: pytest.fail("opened"))
     assert run(models, text, tmp_path, *flags) == 2
     said = capsys.readouterr().err
@@ -531,6 +546,38 @@ def test_the_memory_is_set_before_the_head_is_compared(plan, exact, text, tmp_pa
     monkeypatch.setattr(shrink, "tie_head", compare)
     assert run(exact, text, tmp_path, "--bits=6", *plan) == 2
     assert order == ["started", "compared"]
+
+
+def test_two_calls_do_not_share_a_work_folder(exact, text, tmp_path, capsys, monkeypatch):
+    """The second would replace the first one's types; what a killed call left goes."""
+    monkeypatch.setattr(shrink, "prepare", lambda *_: pytest.fail("read the text"))
+    work = tmp_path / "small.shrink"
+    work.mkdir()
+    with locking(work / LOCK, ""):
+        assert run(exact, text, tmp_path, BITS) == 2
+    said = capsys.readouterr().err
+    assert re.search(
+        r"^error: .*small.shrink is in use by process .*give another --work\.$", said, re.M
+    )
+    left = work / ".costs.json.123.tmp"
+    left.touch()
+    with pytest.raises(pytest.fail.Exception):
+        run(exact, text, tmp_path, BITS)
+    assert not left.exists() and not (work / LOCK).exists()
+
+
+@pytest.mark.slow
+def test_a_work_folder_may_be_the_folder_of_the_model(exact, text, tmp_path, capsys, monkeypatch):
+    """The model stays, also if the file has its name; more rows than there are mean all of them."""
+    monkeypatch.setattr(shrink, "_RECIPES", ("q4_0",))
+    source, out = exact / "student.gguf", tmp_path / "made" / "student.gguf"
+    before = source.read_bytes()
+    flags = ["--like=q4_0", "--no-train", f"--work={exact}", f"--rows={10**12}"]
+    assert run(exact, text, tmp_path, *flags, f"--out={out}") == 0
+    assert source.read_bytes() == before
+    assert run(exact, text, tmp_path, *flags, f"--out={exact}/small.gguf") == 0
+    assert (exact / "small.gguf").read_bytes() == out.read_bytes() != before
+    assert f"{exact}/small.gguf: " in capsys.readouterr().out
 
 
 @pytest.mark.slow

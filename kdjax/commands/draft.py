@@ -22,7 +22,6 @@ import argparse
 import dataclasses
 import os
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +37,7 @@ from kdjax.commands.parsing import (
     add_cluster_flags,
     add_fields_flag,
     check_least,
+    find_work,
     log_to_terminal,
     override,
     read_paths,
@@ -299,7 +299,7 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
     check_least(args, answers=1, max_tokens=2, rows=0)
     args.machine = find_machine(args, parser)
     check_target(args.out, folder=False, overwrite=args.overwrite)
-    args.workdir = args.workdir or args.out.with_suffix(".run")
+    args.workdir = find_work(args.workdir, args.out, ".run")
     if args.learning_rate is None:
         args.learning_rate = kind.rate
     kind.check_flags(args)
@@ -351,11 +351,10 @@ def _answer(args: argparse.Namespace) -> int:
 def _write(run: RunCommand) -> None:
     """Writes the draft, judges it and puts it into place; prints what it saves."""
     args, kind = run.options, _KINDS[run.options.kind]
-    checkpoint, made = open_step(args.workdir), args.workdir / args.out.name
-    kind.write(args, checkpoint, made)
-    drafts, lines = _judge(run, checkpoint, made) if args.rows else (3, [])
+    checkpoint = open_step(args.workdir)
     with stage(args.out, folder=False, overwrite=args.overwrite) as aside:
-        shutil.move(made, aside)
+        kind.write(args, checkpoint, aside)
+        drafts, lines = _judge(run, checkpoint, aside) if args.rows else (3, [])
     held_out = (read_receipt(args.workdir) or {}).get("held_out", {})
     shares = [held_out.get(which, {}).get("acceptance") for which in ("first", "final")]
     if None not in shares:

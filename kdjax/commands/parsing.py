@@ -174,6 +174,17 @@ def check_seq_len(args: argparse.Namespace, checkpoint: Checkpoint, name: str = 
         raise UserError(f"--seq-len={args.seq_len}: the {name} has {most} positions; lower it.")
 
 
+def find_work(given: Path | None, out: Path, suffix: str) -> Path:
+    """Names the folder of a file's parts: `given`, or `out` with a suffix.
+
+    Raises `UserError` where that is `out`.
+    """
+    work = given or out.with_suffix(suffix)
+    if work.absolute() == out.absolute():
+        raise UserError(f"{out} is where the parts are stored. Give another --out.")
+    return work
+
+
 class RunCommand(NamedTuple):
     """A command line that names a config."""
 

@@ -35,6 +35,7 @@ from kdjax.commands.parsing import (
     add_fields_flag,
     check_least,
     check_seq_len,
+    find_work,
     log_to_terminal,
     read_paths,
     started,
@@ -61,11 +62,12 @@ from kdjax.evaluation.costs import (
 )
 from kdjax.evaluation.own_text import LONGEST, QUESTION, OwnText
 from kdjax.export import export_gguf
-from kdjax.export.card import begin_card, show_bound, show_number
+from kdjax.export.card import begin_card, check_card, show_bound, show_number
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.export.staging import check_sources, check_target, stage
 from kdjax.formats.files import make_place, replacing
 from kdjax.formats.imatrix import hash_importance, write_importance
+from kdjax.formats.locks import holding
 from kdjax.formats.recipes import RECIPES
 from kdjax.formats.saved import CHECKPOINTS, saved_steps
 from kdjax.formats.start import write_start
@@ -90,6 +92,7 @@ _log = logging.getLogger("kdjax")
 _RECIPES = ("q2_k", "q3_k_m", "iq4_xs", "q4_k_m", "q6_k", "q8_0")  # that files are compared with
 # Bits a weight below which a model has much to mend, and the rates (docs/quantize.md).
 _FEW_BITS, _FEW_RATE, _RATE = 3.6, 2e-5, 1e-5
+_MOST_BITS = 32  # a weight: F32
 _SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
 _WRITING = 0.1  # of that peak, while a model writes
 _SLOTS = {"cpu": 16, "gpu": 256}  # texts that are written at a time, at most
@@ -146,8 +149,11 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UserError(f"found --like={args.like}; expected one of {', '.join(RECIPES)}.")
     if args.size is not None:
         args.size = parse_bytes("--size", args.size)
+    if args.bits is not None and not 0 < args.bits <= _MOST_BITS:
+        raise UserError(f"found --bits={args.bits:g}; expected more than 0, at most {_MOST_BITS}.")
     check_target(args.out, folder=False, overwrite=args.overwrite)
-    args.work = args.work or args.out.with_suffix(".shrink")
+    check_card(args.out)
+    args.work = find_work(args.work, args.out, ".shrink")
     args.own = OwnText.find(args.text, args.work)
     # A plan reads a little text, and does so before the model has written.
     args.sources = args.text if args.own is None else args.own.others or _SOURCE
@@ -317,8 +323,9 @@ class _Work:
 
     def read_training(self) -> Iterator[dict[str, np.ndarray]]:
         """Reads batches of `_READ` rows that train, or of one batch if that is more."""
-        source = TextSource(self.rows.train, batch_size=self.args.rows, seed=0)
-        return (source.next() for _ in range(max(1, _READ // self.args.rows)))
+        size = min(self.args.rows, len(self.rows.train))
+        source = TextSource(self.rows.train, batch_size=size, seed=0)
+        return (source.next() for _ in range(max(1, _READ // size)))
 
     def measure_importance(self) -> str:
         """Measures the importance of all inputs on text that trains; "" for experts."""
@@ -549,30 +556,29 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
     free = _count_free(mixture, checkpoint)
     print(f"{types}: {_count_types(mixture)}; {free} of them have the type that the source stores")
     recipe = _find_recipe(args, checkpoint, count_gguf_bytes(checkpoint, mixture))
-    spread, made = work.spread(imatrix), work.folder / args.out.name
+    spread = work.spread(imatrix)
     imatrix = imatrix if mixture.searches else ""
     make = work.train if args.train else work.round
     student, how = make(mixture, types, imatrix)
-    summary = export_gguf(student, made, overwrite=True)
-    del student
 
     def named(other: Mixture) -> Callable[[], tuple[Any, int]]:
         nbytes = count_gguf_bytes(checkpoint, other)
         return lambda: (round_params(work.load().params, other, spread), nbytes)
 
-    def written() -> tuple[Any, int]:
+    def written(file: Path) -> tuple[Any, int]:
         placement = work.load().placement
         assert placement is not None
-        model = load_model(open_checkpoint(made), placement=placement, dtype="float32")
-        return model.params, made.stat().st_size
+        model = load_model(open_checkpoint(file), placement=placement, dtype="float32")
+        return model.params, file.stat().st_size
 
     files = {f"{recipe}, with importance": named(Mixture.named(recipe, checkpoint.spec))}
     files["chosen types, with importance"] = named(mixture)
-    files[f"{args.out.name}, {how}"] = written
-    found = _prove(work, files)
-    _write_card(args, work, mixture, found, free)  # first: a call that finds --out does nothing
     with stage(args.out, folder=False, overwrite=args.overwrite) as aside:
-        shutil.move(made, aside)
+        summary = export_gguf(student, aside)
+        del student
+        files[f"{args.out.name}, {how}"] = lambda: written(aside)
+        found = _prove(work, files)
+        _write_card(args, work, mixture, found, free)  # first: a call that finds --out does nothing
     print(f"{args.out}: {summary}", "", *_format_table(found), sep="\n")
     print(f"\nKL and agreement on {found[recipe + ', with importance']['positions']:,} positions")
 
@@ -676,7 +682,8 @@ def main(argv: list[str] | None = None) -> int:
         with started():  # first: a head that is compared starts JAX
             checkpoint, goal = _prepare(args, checkpoint)
             make_place(args.out)
-            _shrink(args, checkpoint, goal)
+            with holding(args.work, "give another --work"):
+                _shrink(args, checkpoint, goal)
     except KeyboardInterrupt:
         print(f"stopped; {args.work} has what is done, and the same command goes on from there")
         return INTERRUPTED

@@ -27,8 +27,8 @@ import numpy as np
 from kdjax.config import check_weights, name_numbers, read_weights, refuse_removed_weights
 from kdjax.device import cluster
 from kdjax.errors import MissingFileError, UserError, WriteError, suggest_path
-from kdjax.formats.files import make_folder, remove_leftovers, replacing, writing
-from kdjax.formats.locks import LOCK, locking
+from kdjax.formats.files import replacing
+from kdjax.formats.locks import holding
 from kdjax.models.alignment import COLUMNS, OWN_ROWS
 
 _log = logging.getLogger("kdjax")
@@ -266,10 +266,7 @@ def write(
     plan: dict[str, list[list[int]]] = {}
     with contextlib.ExitStack() as held:
         if first:
-            with writing(folder / INDEX):
-                make_folder(folder)
-                if held.enter_context(locking(folder / LOCK, "give another --out")):
-                    remove_leftovers(folder)
+            held.enter_context(holding(folder, "give another --out"))
             done, damaged = _find_finished(folder, spec)
             shards = {name: shard.rows for name, shard in done.items()} | damaged
             wanted = np.arange(sum(spec.sides)) if wanted is None else wanted

@@ -334,7 +334,8 @@ def read_costs(path: Path) -> dict[str, dict[str, float]]:
 
 def _load(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """A file's values, and the costs among them."""
-    found = load_json(path, "a file of costs")
+    remedy = "Name another, or remove it."
+    found = load_json(path, "a file of costs", remedy=remedy)
     costs: Any = found.get("costs")
     rows = list(costs.values()) if isinstance(costs, dict) else [None]
     if found.get("format") != FORMAT or not all(
@@ -342,8 +343,8 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
         for row in rows
     ):
         raise UserError(
-            f"{path}: found no costs of format {FORMAT}; expected a file of `kdjax shrink`. Name "
-            "another, or remove it."
+            f"{path}: found no costs of format {FORMAT}; expected a file of `kdjax shrink`. "
+            f"{remedy}"
         )
     return found, costs
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +11,7 @@ import numpy as np
 
 from kdjax import __version__
 from kdjax.config import flatten
+from kdjax.errors import UserError
 from kdjax.formats.files import hide_folders
 from kdjax.hub import MODEL, PREFIX, TEXT, HubPath
 from kdjax.models.arch import ArchSpec
@@ -104,6 +106,18 @@ def front_matter(receipt: Mapping[str, Any], library: str, relation: str) -> str
 def begin_card(name: str) -> str:
     """Makes the lines that the card of a file of `kdjax shrink` begins with."""
     return f"# {name}\n\nMade by `kdjax shrink` of "
+
+
+def check_card(file: Path) -> None:
+    """Raises `UserError` if what is there under the name of a file's card is no card of it."""
+    card = file.with_suffix(".md")
+    if card == file:
+        raise UserError(f"found {file}, the name of a card; expected a file such as small.gguf.")
+    if os.path.lexists(card) and not read_card(file):
+        raise UserError(
+            f"{card} is there, where the card of {file.name} is written, and is none. Move it, or "
+            "give another --out."
+        )
 
 
 def read_card(file: Path) -> str:

@@ -150,18 +150,20 @@ def map_file(path: Path) -> np.ndarray:
     return np.asarray(np.memmap(path, np.uint8, mode="r"))
 
 
-def load_json(path: Path, what: str, data: bytes | None = None) -> dict[str, Any]:
+def load_json(
+    path: Path, what: str, data: bytes | None = None, remedy: str = DOWNLOAD
+) -> dict[str, Any]:
     """Parses the JSON object in `data` (default: the file); errors call it `what`.
 
-    Of equal keys the last counts.
+    Of equal keys the last counts. `remedy` says what to do about a damaged one.
     """
     try:
         value = json.loads(path.read_bytes() if data is None else data)
     except (ValueError, RecursionError) as error:
-        raise bad(path, f"{what} that is no JSON ({error})", "a JSON object", DOWNLOAD) from error
+        raise bad(path, f"{what} that is no JSON ({error})", "a JSON object", remedy) from error
     if not isinstance(value, dict):
         found = f"{what} that is a JSON {type(value).__name__}"
-        raise bad(path, found, "a JSON object", DOWNLOAD)
+        raise bad(path, found, "a JSON object", remedy)
     return value
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kdjax.errors import UserError
+from kdjax.formats.files import make_folder, remove_leftovers, writing
 
 _log = logging.getLogger("kdjax")
 
@@ -38,6 +39,21 @@ def locking(path: Path, otherwise: str) -> Iterator[bool]:
         with contextlib.suppress(OSError):  # the folder may be gone, or no longer writable
             path.unlink()
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def holding(folder: Path, otherwise: str) -> Iterator[None]:
+    """Makes the folder, locks it for the block, and removes what killed processes left there.
+
+    Raises `UserError` where a file has its name, `WriteError` where the disk refuses it, and
+    `LockedError` as `locking` does.
+    """
+    with contextlib.ExitStack() as held:
+        with writing(folder / LOCK):
+            make_folder(folder)
+            if held.enter_context(locking(folder / LOCK, otherwise)):
+                remove_leftovers(folder)
+        yield
 
 
 def _try_lock(path: Path, otherwise: str) -> tuple[int | None, bool]:

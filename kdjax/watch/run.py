@@ -23,8 +23,7 @@ from kdjax.config import (
 from kdjax.data.pipeline import BatchSource
 from kdjax.device import cluster, runtime
 from kdjax.errors import WriteError
-from kdjax.formats.files import remove_leftovers, writing
-from kdjax.formats.locks import LOCK, locking
+from kdjax.formats.locks import holding
 from kdjax.formats.saved import CHECKPOINTS, check_folder, saved_steps, saved_when
 from kdjax.hub import fetch_files
 from kdjax.losses.kd import KDLoss
@@ -134,10 +133,7 @@ def _holding(workdir: Path) -> Iterator[None]:
     """Makes the workdir and locks it; of several processes the first one does, for all."""
     with contextlib.ExitStack() as held:
         if jax.process_index() == 0:
-            with writing(workdir / LOCK):
-                workdir.mkdir(parents=True, exist_ok=True)
-                if held.enter_context(locking(workdir / LOCK, "give another --workdir")):
-                    remove_leftovers(workdir)
+            held.enter_context(holding(workdir, "give another --workdir"))
         yield
 
 
