@@ -45,6 +45,8 @@ from kdjax.commands.parsing import (
 from kdjax.commands.plan import add_machine_flags, find_machine, plan_run
 from kdjax.commands.train import ENDS, carry_out, check_workdir
 from kdjax.config import DSPARK, EAGLE3, NEW, OWN_BLOCK, SELF, Config, set_fields, validate
+from kdjax.data.fields import Fields
+from kdjax.data.sources import find_files
 from kdjax.device import cluster, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import drafting
@@ -304,7 +306,8 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
         args.learning_rate = kind.rate
     kind.check_flags(args)
     check_sources(args.out, [_served(args), args.draft])
-    if not args.plan:  # a plan reads headers alone
+    if not args.plan:  # a plan reads headers alone, and may be for another machine
+        find_files(args.data or args.prompts, Fields.parse(args.fields))
         kind.check_models(args)
     config = override(_make_config(args), rest, parser)
     validate(config)
