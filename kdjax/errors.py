@@ -161,8 +161,6 @@ def describe_error(error: BaseException) -> str:
 
 def print_error(error: BaseException) -> None:
     """Prints the message to stderr, without a traceback."""
-    if isinstance(error, BrokenPipeError):  # the reader of the output has closed it, as `head` does
-        return
     text = str(error)
     if isinstance(error, OSError) and not isinstance(error, KdjaxError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -611,6 +612,43 @@ def test_the_modules_that_run_a_command_are_the_package_and_main():
     package = Path(config_module.__file__).parent
     runs = {path.name for path in package.rglob("*.py") if "cli import run" in path.read_text()}
     assert runs == {"__main__.py", "main.py"}
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [("| true", ""), (">&-", ""), (">&- 2>&- <&-", ""), ("| cat", "a \\xb1\n" * 3)],
+    ids=["left", "closed", "all closed", "ascii"],
+)
+def test_no_print_ends_a_command(end, told, tmp_path):
+    """A reader that leaves, as `head` does, a closed output, a locale that cannot write it."""
+    program = """if True:
+        import os, sys, time
+        from kdjax.commands import cli
+
+        def main(argv):
+            time.sleep(0.2)
+            for _ in range(3):
+                print("a \\xb1", flush=True)
+            print("said", file=sys.stderr)
+            file = open("made", "w")
+            file.write(str(file.fileno() > 2))
+            return 5
+
+        cli.main = main
+        cli.run()"""
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    plain["PYTHONPATH"] = str(REPOSITORY)
+    command = f'"$@" {end}; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | plain,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 5 and done.stdout == told
+    assert done.stderr == ("" if "2>" in end else "said\n")
+    assert (tmp_path / "made").read_text() == "True"
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """`kdjax COMMAND ...`: the console script, and the process of every command."""
 
 import importlib
+import io
 import os
 import signal
 import sys
+from typing import Any, TextIO
 
 from kdjax import __version__
 from kdjax.errors import (
@@ -92,11 +94,40 @@ def _hear_again(lost: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(lost)
 
 
+class _Unbroken(io.FileIO):
+    """An output whose reader may leave, as `head` does: what follows is written nowhere."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            with open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), self.fileno())
+            return memoryview(data).nbytes
+
+
+def _open_output(stream: TextIO | None, number: int) -> TextIO:
+    """Opens an output of the process for any text, so that no print ends a command.
+
+    None is an output that was closed (`>&-`): without the null device the next file that is opened
+    would get its number.
+    """
+    if stream is None:
+        return open(os.devnull, "w", errors="backslashreplace")
+    raw = io.BufferedWriter(_Unbroken(number, "wb", closefd=False))
+    lines = getattr(stream, "line_buffering", False)
+    encoding = stream.encoding
+    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=lines)
+
+
 def run(*command: str) -> None:
     """Runs the process of `kdjax`, or of one command, such as `python -m kdjax.main` for `train`.
 
     SIGTERM acts as Ctrl-C until training handles signals itself, so that temporary files go.
     """
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_RDONLY)  # takes its number
+    sys.stdout, sys.stderr = _open_output(sys.stdout, 1), _open_output(sys.stderr, 2)
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.default_int_handler)
     sys.unraisablehook = _hear_again
