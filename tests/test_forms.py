@@ -264,6 +264,10 @@ def test_scales_are_fitted_by_an_importance(pair, tmp_path):
         assert np.mean(plain == weighed) < 0.99
     with pytest.raises(UserError, match="found no importance of a tensor whose scales"):
         make(pair, form=kdjax.Rounded("q8_0", str(path)))
+    broken = jax.tree.map(lambda x: x, student.params)
+    broken["blocks"]["attn_norm"]["weight"] *= jnp.array([[1.0], [jnp.nan]])
+    with pytest.raises(UserError, match=r"found inputs of blk\.1\.\w+.weight that are not finite"):
+        sum_squares(student.replace(params=broken), [ids])
     sums.pop("blk.1.ffn_down.weight")
     write_importance(path, sums, count, datasets=["ids"], chunk_size=16)
     with pytest.raises(UserError, match=r"of 1 layers .*, of 256 inputs; expected 2 of 256:"):

@@ -31,6 +31,8 @@ def test_its_word_stands_among_other_sources(tmp_path):
     assert OwnText.find("./own", tmp_path) is None  # a folder of this name
     with pytest.raises(UserError, match="found own:1; expected 2 texts or more"):
         OwnText.find("own:1", tmp_path)
+    with pytest.raises(UserError, match=r"a,b, whose files .* Name another --work"):
+        OwnText.find("own", tmp_path / "a,b")
 
 
 def test_half_are_answers_to_its_own_questions_and_a_stopped_call_goes_on(

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,11 @@ def test_a_file_of_types_is_one_that_students_exports_and_llama_quantize_read(
     mixture.write(path)
     assert "^blk\\.1\\.ffn_down\\.weight$=q4_0\n" in path.read_text()
     assert Mixture.named(str(path), spec) == mixture and mixture.tensors == types
+    odd = tmp_path / "a,b=q8_0"  # a name is a name first, then a list
+    odd.mkdir()
+    named = str(shutil.copy(path, odd / "c,d.txt"))
+    assert Mixture.named(named, spec) == mixture
+    assert identify_types(named) == identify_types(str(path))
     form = kdjax.Rounded(str(path)).choose_types(spec)
     assert form.types == mixture.types
     export_gguf(model, tmp_path / "a.gguf", dtype=str(path))

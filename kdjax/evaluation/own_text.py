@@ -42,7 +42,7 @@ class OwnText(NamedTuple):
     def find(cls, sources: str, folder: Path) -> "OwnText | None":
         """Reads the word `own`, or `own:N` for N texts, among `sources`; None without it.
 
-        Raises `UserError` for fewer than two texts.
+        Raises `UserError` for fewer than two texts, and for a folder whose name ends a source.
         """
         paths, packages = split_sources(sources)
         words = [match for path in paths if (match := _WORD.fullmatch(path))]
@@ -51,6 +51,11 @@ class OwnText(NamedTuple):
         word, number = words[-1][0], words[-1][1]
         if number and int(number) < 2:
             raise UserError(f"found {word}; expected 2 texts or more, such as own:64.")
+        if "," in str(folder):
+            raise UserError(
+                f"found {word} and the folder {folder}, whose files are named between commas; "
+                "expected a folder without one. Name another --work."
+            )
         rest = [path for path in paths if not _WORD.fullmatch(path)]
         python = [f"python:{','.join(packages)}"] if packages else []
         return cls(folder, int(number or 0), ",".join(rest + python))

@@ -6,6 +6,7 @@ Norms, biases and routers stay F32.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -142,7 +143,7 @@ def split_types(text: str) -> NamedTypes:
 
     Raises `UserError` for an unknown recipe, and for a type without an encoder.
     """
-    first, *others = text.split(",")
+    first, *others = _split(text)
     recipe = RECIPES.get(first.strip().lower())
     if recipe is None and "=" not in first and not Path(first).is_file():
         raise UserError(
@@ -152,16 +153,21 @@ def split_types(text: str) -> NamedTypes:
         )
     types, patterns = {}, []
     for part in others if recipe else [first, *others]:
-        name, equals, dtype = part.strip().partition("=")
-        if not equals and Path(name).is_file():
-            patterns += read_types(name)
+        if os.path.isfile(part.strip()):
+            patterns += read_types(part.strip())
             continue
+        name, equals, dtype = part.strip().partition("=")
         if not equals:
             expected = "expected NAME=TYPE, or a file of types"
             raise UserError(f"quantize={text!r}: found {part!r}; {expected}.")
         _check_writable(f"quantize={text!r}", dtype)
         types[tuple(name.strip("/").split("/"))] = dtype.upper()
     return NamedTypes(recipe, types, patterns)
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas; the name of a file may have commas in it."""
+    return [text] if os.path.isfile(text) else text.split(",")
 
 
 def _check_writable(source: object, dtype: str) -> None:
@@ -211,11 +217,11 @@ def identify_types(text: str) -> str:
 
     def one(part: str) -> str:
         name = part.strip()
-        if "=" in name or name.lower() in RECIPES or not Path(name).is_file():
+        if name.lower() in RECIPES or not os.path.isfile(name):
             return part
         return "sha256:" + hashlib.sha256(Path(name).read_bytes()).hexdigest()
 
-    return ",".join(map(one, text.split(","))) if text else text
+    return ",".join(map(one, _split(text)))
 
 
 def is_vector(path: tuple[str, ...], width: int) -> bool:

@@ -23,7 +23,8 @@ def sum_squares(
     """Sums float64 `[inputs]` by the tensor's name in GGUF, and the number of positions.
 
     Only matrices of layers have sums, all from one pass; a row is one text from its first position
-    on. A batch is summed in float32. Raises `UserError` for experts, float8 and custom modules.
+    on. A batch is summed in float32. Raises `UserError` for experts, float8 and custom modules, and
+    for inputs that are not finite.
     """
     spec = model.spec
     if spec is None or spec.experts:
@@ -62,4 +63,9 @@ def sum_squares(
     }
     for whole, rows in fused.items():  # they are multiplied with the same
         found[whole], *_ = [found.pop(part) for part, _ in rows.parts]
+    if odd := [name for name, sums in found.items() if not np.isfinite(sums).all()]:
+        raise UserError(
+            f"{model.checkpoint or 'the model'}: found inputs of {odd[0]} that are not finite; "
+            "expected numbers. Its weights are damaged: `kdjax evaluate` says where."
+        )
     return found, count
