@@ -601,5 +601,7 @@ def test_what_is_no_head_is_refused(models, model, head, path):
     loss = kdjax.KDLoss(kdjax.total_variation)
     with pytest.raises(UserError, match=r"found no head that drafts and form=DraftHead"):
         kdjax.make_step(model, model, loss, optax.sgd(1.0), form=DraftHead())
+    with pytest.raises(UserError, match=r"found trainable='blk.0' for a student of form DraftHead"):
+        kdjax.make_step(head, model, loss, optax.sgd(1.0), trainable="blk.0")
     with pytest.raises(UserError, match=r"form=Rounded\('q4_0'\) for a block or head that drafts"):
         kdjax.make_step(head, model, loss, optax.sgd(1.0), form=kdjax.Rounded("q4_0"))

@@ -691,6 +691,10 @@ class _Tapped(_Drafting):
 
     functions: ClassVar[type[TappedFunctions]]
     maker: ClassVar[str]
+    conflicts: ClassVar[Mapping[str, str]] = {
+        **_Drafting.conflicts,
+        "trainable": say_why("optim.trainable", "student.block"),
+    }
     title: ClassVar[str] = "the head that drafts, float32"
 
     def settle(self, student: Model) -> Any:
