@@ -577,6 +577,12 @@ def test_files_keep_the_head(model, head, tmp_path):
     np.testing.assert_array_equal(found, head.params["dspark"]["fc"]["weight"].astype("float16"))
 
 
+def test_a_heads_parameters_have_names_next_to_the_models(model, head):
+    names = kdjax.parameter_names(head)
+    assert kdjax.parameter_names(model).items() < names.items()
+    assert names["dspark/fc/weight"] == "" and "dspark/blocks/attn/q/weight" in names
+
+
 def test_taps_are_spread_without_the_first():
     assert spread_taps(28) == (1, 7, 14, 21, 27) and spread_taps(4) == (1, 2, 3)
     assert spread_taps(2) == (1,) and spread_taps(1) == (0,)

@@ -12,6 +12,7 @@ import optax
 from jax.extend.core import Literal
 
 from kdjax.errors import UserError, suggest
+from kdjax.formats.saved import HEADS
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Params
@@ -45,10 +46,10 @@ class _Leaf(NamedTuple):
 def _list_leaves(params: Params, spec: ArchSpec | None) -> Iterator[_Leaf]:
     for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf):
         ours = _path_name(path)
-        if spec is None:
+        keys = tuple(key.key for key in path)
+        if spec is None or keys[0] in HEADS:
             yield _Leaf(ours, [(ours, "")])
             continue
-        keys = tuple(key.key for key in path)
         gguf, layers = names.name_of(keys, spec).gguf, names.layers_of(keys, spec)
         if layers is None or keys[0] == _BLOCK:
             yield _Leaf(ours, [(ours, gguf.format(i=spec.num_layers))])
@@ -60,7 +61,8 @@ def _list_leaves(params: Params, spec: ArchSpec | None) -> Iterator[_Leaf]:
 def parameter_names(model: Model) -> dict[str, str]:
     """Every parameter's name, `blocks/3/mlp/gate/weight`, and GGUF's, `blk.3.ffn_gate.weight`.
 
-    Each layer of a stack has a name. GGUF's names of a custom module are empty.
+    Each layer of a stack has a name. GGUF's names of a custom module, and of a head that drafts,
+    which has a file of its own, are empty.
     """
     leaves = _list_leaves(model.params, model.spec)
     return {ours: gguf for leaf in leaves for ours, gguf in leaf.layers}
