@@ -62,7 +62,7 @@ def parameter_names(model: Model) -> dict[str, str]:
     """Every parameter's name, `blocks/3/mlp/gate/weight`, and GGUF's, `blk.3.ffn_gate.weight`.
 
     Each layer of a stack has a name. GGUF's names of a custom module, and of a head that drafts,
-    which has a file of its own, are empty.
+    which has another file, are empty.
     """
     leaves = _list_leaves(model.params, model.spec)
     return {ours: gguf for leaf in leaves for ours, gguf in leaf.layers}
