@@ -595,6 +595,9 @@ def test_what_is_no_head_is_refused(models, model, head, path):
         head.generate(PROMPTS[:1], max_tokens=2)
     with pytest.raises(UserError, match=r"found taps=\(1, 3\); expected layers from 0 to 2"):
         make_head(model, taps=(1, 3))
+    for name, size, least in (("layers", 0, 1), ("slots", 0, 1), ("rank", -1, 0)):
+        with pytest.raises(UserError, match=f"found {name}={size}; expected {least} or more"):
+            make_head(model, **{name: size})
     with pytest.raises(UserError, match=r"found draft_p_min=2.0; expected a probability, 0 to 1"):
         model.generate(PROMPTS[:1], draft=head, draft_tokens=2, draft_p_min=2.0, max_tokens=2)
     plain = make_head(model, layers=1, slots=2, rank=4, confident=False)

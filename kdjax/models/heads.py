@@ -74,11 +74,14 @@ def make_head(
     and the head's float32 numbers. It trains (`make_step(head, model, loss, tx)` moves the head
     alone), it drafts (`model.generate(prompts, draft=head)`), and `export_head` writes it for
     llama.cpp's `draft-dspark` or `draft-dflash`. Raises `UserError` for a model that such a head
-    cannot draft for.
+    cannot draft for, and for sizes that no head has.
 
         model = kdjax.load("model-q4_k_m.gguf", weights="packed")
         head = kdjax.make_head(model)
     """
+    for name, size, least in (("layers", layers, 1), ("slots", slots, 1), ("rank", rank, 0)):
+        if size < least:
+            raise UserError(f"found {name}={size}; expected {least} or more.")
     mask = choose_mask(model.tokenizer)
     return _make(model, HeadSizes(layers, slots, rank, mask, taps, confident and rank > 0), seed)
 
