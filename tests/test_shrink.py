@@ -583,7 +583,8 @@ def test_a_work_folder_may_be_the_folder_of_the_model(exact, text, tmp_path, cap
     assert source.read_bytes() == before
     assert run(exact, text, tmp_path, *flags, f"--out={exact}/small.gguf") == 0
     assert (exact / "small.gguf").read_bytes() == out.read_bytes() != before
-    assert f"{exact}/small.gguf: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{exact}/small.gguf: " in said and f"\nnext:\n  kdjax generate {out} --prompt=" in said
 
 
 @pytest.mark.slow

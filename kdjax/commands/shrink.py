@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ import numpy as np
 
 from kdjax.commands.export import read_model
 from kdjax.commands.parsing import (
+    PROMPT,
     Parser,
     add_fields_flag,
     check_least,
@@ -581,6 +583,8 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
         _write_card(args, work, mixture, found, free)  # first: a call that finds --out does nothing
     print(f"{args.out}: {summary}", "", *_format_table(found), sep="\n")
     print(f"\nKL and agreement on {found[recipe + ', with importance']['positions']:,} positions")
+    out = shlex.quote(str(args.out))
+    print("next:", f"  kdjax generate {out} {PROMPT}", f"  llama-server -m {out}", sep="\n")
 
 
 def _write_card(
