@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from unittest import mock
 
 import jax
@@ -649,3 +650,18 @@ def test_a_platform_that_jax_cannot_start_on_is_one_message(platform, reason):
     last = child.stderr.splitlines()[-1]
     told = rf"UserError: JAX_PLATFORMS={platform}: JAX cannot start there \({reason}\)\. Unset"
     assert re.search(told, last), last
+
+
+def test_programs_that_were_cut_short_are_removed(tmp_path):
+    """JAX keeps what is there under a program's name, whether it can be read or not."""
+    folder, packed = tmp_path / "xla", zlib.compress(bytes(range(256)) * 64)
+    folder.mkdir()
+    for name, data in (("a", packed), ("b", packed[:-9]), ("c", b""), ("d", b"\x28\xb5\x2f\xfd.")):
+        (folder / f"{name}-cache").write_bytes(data)
+    runtime.remove_cut_programs(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["a-cache", "d-cache"]
+    (folder / "a-cache").write_bytes(packed[:40])
+    os.utime(folder / "a-cache", (1, 1))  # looked at before
+    (folder / "e-cache").write_bytes(packed[:40])
+    runtime.remove_cut_programs(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["a-cache", "d-cache"]

@@ -15,6 +15,8 @@ import logging
 import os
 import re
 import resource
+import time
+import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
@@ -326,6 +328,8 @@ def _compilation_cache(environ: Mapping[str, str]) -> str:
     try:
         folder = PROGRAMS.expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs programs from it
+        with contextlib.suppress(OSError):  # another process does so, or it can be read alone
+            remove_cut_programs(folder)
     except OSError as error:
         return f"off ({error})"
     except RuntimeError as error:  # expanduser, for a user without a home
@@ -334,6 +338,30 @@ def _compilation_cache(environ: Mapping[str, str]) -> str:
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     return str(folder)
+
+
+def remove_cut_programs(folder: Path) -> None:
+    """Removes programs that a kill or a full disk cut short, of those written since the last call.
+
+    JAX would warn of each in every process, compile it again, and never replace it.
+    """
+    checked = folder.with_name(f"{folder.name}.checked")
+    since, now = checked.stat().st_mtime if checked.exists() else 0.0, time.time()
+    for entry in folder.glob("*-cache"):
+        if entry.stat().st_mtime >= since and not _is_complete(entry.read_bytes()):
+            entry.unlink(missing_ok=True)
+    checked.touch()
+    os.utime(checked, (now, now))
+
+
+def _is_complete(data: bytes) -> bool:
+    """Whether packed bytes have their end; Zstandard, which is no dependency, is not unpacked."""
+    unpacker = zlib.decompressobj()
+    try:
+        unpacker.decompress(data)
+    except zlib.error:
+        return data.startswith(b"\x28\xb5\x2f\xfd")
+    return unpacker.eof
 
 
 # Dense FLOP/s of bf16 or f16 matrix products with float32 accumulation, per device, by the driver's
