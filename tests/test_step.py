@@ -559,6 +559,7 @@ def test_a_step_refuses_a_model_where_it_wants_arrays(wrap, types_unchecked):
         ({"loss": kdjax.forward_kl}, r"found loss=ForwardKL\(\); expected a kdjax.KDLoss"),
         ({"optimizer": 1e-4}, "found optimizer=0.0001; expected an optax.GradientTr"),
         ({"microbatches": 0}, "found microbatches=0; expected 1 or more"),
+        ({"chunk_tokens": 0}, "found chunk_tokens=0; expected 1 or more"),
     ],
 )
 def test_what_makes_no_step_is_refused(given, message, types_unchecked):
@@ -569,6 +570,8 @@ def test_what_makes_no_step_is_refused(given, message, types_unchecked):
 
 def test_what_a_step_cannot_take_is_refused_in_words():
     built = build(microbatches=4)
+    with pytest.raises(UserError, match=r"tokens are \(0, \d+\), expected \[B, T\] of 1 or more"):
+        built.step(built.state, built.teacher, jax.tree.map(lambda x: x[:0], batch()))
     with pytest.raises(UserError, match="a batch of 6 rows; expected a multiple of 4: 4 micro"):
         built.step(built.state, built.teacher, jax.tree.map(lambda x: x[:6], batch()))
     state = jax.tree.map(jnp.copy, built.state)

@@ -96,8 +96,10 @@ def complete_batch(batch: Any) -> dict[str, Any]:
     shape = tuple(columns["tokens"].shape)
     columns = spread_weights(columns)
     odd = {name: tuple(x.shape) for name, x in columns.items() if tuple(x.shape[:2]) != shape}
-    if odd or len(shape) != 2:
-        raise UserError(f"the batch's tokens are {shape}, expected [B, T]; other shapes: {odd}.")
+    if odd or len(shape) != 2 or 0 in shape:
+        raise UserError(
+            f"the batch's tokens are {shape}, expected [B, T] of 1 or more; other shapes: {odd}."
+        )
     for name in {*_IDS, *_COLUMNS, *APART} & columns.keys():
         columns[name] = _as_type(name, columns[name])
     if not columns.keys() >= set(_COLUMNS):

@@ -771,7 +771,7 @@ def make_step(
         state = step.init(student.params)
         state, metrics = step(state, teacher.params, {"tokens": ids[:, :-1], "labels": ids[:, 1:]})
     """
-    _check_arguments(loss, optimizer, microbatches)
+    _check_arguments(loss, optimizer, microbatches, chunk_tokens)
     models = _list_models(teacher)
     form = choose_form(form, student)
     for model in () if allow_degenerate or form.learns(student.params) else models:
@@ -814,7 +814,7 @@ def assemble_step(
 
     The student's parameters may be shapes.
     """
-    _check_arguments(loss, optimizer, microbatches)
+    _check_arguments(loss, optimizer, microbatches, chunk_tokens)
     models = _list_models(teacher)
     kind = _choose_kind(kind, teacher)
     if not models and not kind.in_batch and loss.alpha != 1:
@@ -855,11 +855,12 @@ def _read_teachers(teacher: Model | Sequence[Model | None] | None) -> tuple[Any,
     return (teacher.functions, teacher.params) if isinstance(teacher, Model) else (None, None)
 
 
-def _check_arguments(loss: Any, optimizer: Any, microbatches: int) -> None:
+def _check_arguments(loss: Any, optimizer: Any, microbatches: int, chunk_tokens: int) -> None:
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         check_kind(name, value, *PARTS[name])
-    if microbatches < 1:
-        raise UserError(f"found microbatches={microbatches}; expected 1 or more.")
+    for name, count in (("microbatches", microbatches), ("chunk_tokens", chunk_tokens)):
+        if count < 1:
+            raise UserError(f"found {name}={count}; expected 1 or more.")
 
 
 def _list_models(teacher: Model | Sequence[Model | None] | None) -> list[Model]:
