@@ -651,6 +651,30 @@ def test_no_print_ends_a_command(end, told, tmp_path):
     assert (tmp_path / "made").read_text() == "True"
 
 
+@pytest.mark.parametrize(("flags", "told"), [(["-u"], "now"), ([], "")])
+def test_outputs_wait_as_python_was_told(flags, told):
+    """With -u, or PYTHONUNBUFFERED=1, a log file has each line at once."""
+    program = """if True:
+        import os
+        from kdjax.commands import cli
+
+        def main(argv):
+            print("now", end="")
+            os._exit(5)
+
+        cli.main = main
+        cli.run()"""
+    plain = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", program],
+        cwd=REPOSITORY,
+        env=plain,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (5, told)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "status"), [("strange_plugin", 0), ("kdjax.x", 1)])
 def test_warnings_of_plugins_that_happen_to_be_installed_are_no_errors(tmp_path, module, status):

@@ -114,10 +114,16 @@ def _open_output(stream: TextIO | None, number: int) -> TextIO:
     """
     if stream is None:
         return open(os.devnull, "w", errors="backslashreplace")
-    raw = io.BufferedWriter(_Unbroken(number, "wb", closefd=False))
+    file = _Unbroken(number, "wb", closefd=False)
+    at_once = getattr(stream, "write_through", False)  # PYTHONUNBUFFERED, python -u
     lines = getattr(stream, "line_buffering", False)
-    encoding = stream.encoding
-    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=lines)
+    return io.TextIOWrapper(
+        file if at_once else io.BufferedWriter(file),  # as Python does
+        stream.encoding,
+        errors="backslashreplace",
+        line_buffering=lines,
+        write_through=at_once,
+    )
 
 
 def run(*command: str) -> None:
