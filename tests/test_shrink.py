@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -570,6 +571,14 @@ def test_two_calls_do_not_share_a_work_folder(exact, text, tmp_path, capsys, mon
     with pytest.raises(pytest.fail.Exception):
         run(exact, text, tmp_path, BITS)
     assert not left.exists() and not (work / LOCK).exists()
+
+
+@pytest.mark.parametrize("text", ['{"step', "[1.0]", "{}", '{"step": 0.0}', '{"step": NaN}'])
+def test_a_damaged_time_of_a_step_is_refused(text, tmp_path):
+    (tmp_path / "run-1.pace.json").write_text(text)
+    work = SimpleNamespace(args=SimpleNamespace(seconds=10.0))
+    with pytest.raises(UserError, match=r"run-1.pace.json: found a step.* Remove it, and the same"):
+        shrink._Work._fit_steps(work, kdjax.Config(), tmp_path / "run-1")
 
 
 @pytest.mark.slow

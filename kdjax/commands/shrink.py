@@ -67,7 +67,7 @@ from kdjax.export import export_gguf
 from kdjax.export.card import begin_card, check_card, show_bound, show_number
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.export.staging import check_sources, check_target, stage
-from kdjax.formats.files import make_place, replacing
+from kdjax.formats.files import bad, load_json, make_place, replacing
 from kdjax.formats.imatrix import hash_importance, write_importance
 from kdjax.formats.locks import holding
 from kdjax.formats.recipes import RECIPES
@@ -430,7 +430,10 @@ class _Work:
             with replacing(pace) as file:
                 file.write(json.dumps({"step": float(np.median(seconds[1:]))}).encode())
             config.eval.rows = Config().eval.rows
-        step = json.loads(pace.read_text())["step"]
+        remedy = "Remove it, and the same command times the steps anew."
+        step = load_json(pace, "a step's seconds", remedy=remedy).get("step")
+        if not isinstance(step, float) or not 0 < step < math.inf:
+            raise bad(pace, f"a step of {step!r} seconds", "a number above 0", remedy)
         _set_steps(config, max(1, int(self.args.seconds / step)))
         _log.info("%d steps of %.2f s fit into --seconds", config.train.steps, step)
 
