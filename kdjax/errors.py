@@ -130,8 +130,9 @@ def suggest_path(path: str | Path) -> str:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Whether the device ran out of memory; XLA's class has another name in each jaxlib."""
-    return isinstance(error, RuntimeError) and str(error).startswith(_NO_ROOM)
+    """Whether device or host ran out of memory; XLA's class has another name in each jaxlib."""
+    on_device = isinstance(error, RuntimeError) and str(error).startswith(_NO_ROOM)
+    return on_device or isinstance(error, MemoryError)
 
 
 def status_of(error: BaseException) -> int:
@@ -148,12 +149,13 @@ def status_of(error: BaseException) -> int:
 
 
 def describe_error(error: BaseException) -> str:
-    """The error's class and message; for a full device, XLA's message and the settings to lower."""
+    """The error's class and message; for a full memory, its message and the settings to lower."""
     if not _lacks_memory(error):
         return f"{type(error).__name__}: {error}"
-    said = str(error).removeprefix(f"{_NO_ROOM}: ").split("\n")[0]
+    whose = "this machine's" if isinstance(error, MemoryError) else "the device's"
+    said = str(error).removeprefix(f"{_NO_ROOM}: ").split("\n")[0].rstrip(".") or "no room"
     return (
-        f"the device's memory: {said}. Take fewer rows at a time (--batch-size, "
+        f"{whose} memory: {said}. Take fewer rows at a time (--batch-size, "
         "train.microbatches), shorter ones (--max-tokens, --seq-len, data.seq_len), or a model's "
         "weights as its file has them (@packed); `kdjax plan` says what a training run needs."
     )

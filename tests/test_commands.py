@@ -171,6 +171,26 @@ def test_a_device_without_room_is_told_so(capsys):
     assert said.startswith("error: the device's memory: ") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "no room"),
+        (
+            MemoryError("Unable to allocate 745. GiB for an array"),
+            "Unable to allocate 745. GiB for",
+        ),
+    ],
+)
+def test_a_machine_without_memory_ends_a_command_with_one_line(error, told, capsys):
+    @reporting
+    def body():
+        raise error
+
+    assert body() == BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: this machine's memory: {told}") and said.count("\n") == 1
+
+
 def test_code_that_a_model_wrote_brings_no_remarks_of_python(capfd):
     program = "import ast; from kdjax.errors import reporting\n@reporting\ndef body():\n    "
     program += "ast.parse('1and 2'); return 0\nbody()"
