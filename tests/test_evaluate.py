@@ -543,7 +543,7 @@ def test_answers_that_failed_hold_no_memory(pair, tmp_path):
 
     asked = problems.load_humaneval(humaneval(tmp_path, 2))
     got = passk.run_benchmark(asked, tokenizer, generate, passk.Settings(batch_size=1))
-    assert got["inference_error"] == "MemoryError: too little" and len(caches) == 2
+    assert "memory: too little." in got["inference_error"] and len(caches) == 2
 
 
 def test_calls_of_a_benchmark_have_one_room(pair, tmp_path):
@@ -797,11 +797,11 @@ def test_bad_input_that_a_comparison_finds_is_no_fault_of_the_model(
 @pytest.mark.slow
 def test_a_model_that_fails_while_running_is_no_pass(command, pair, tmp_path, monkeypatch):
     def fail(*_, **__):
-        raise MemoryError("RESOURCE_EXHAUSTED: 3 GiB")
+        raise ArithmeticError("3 GiB")
 
     monkeypatch.setattr(evaluate.examine, "of_logits", fail)
     status, document, _ = command(f"{pair}/student.gguf", f"--mbpp={mbpp(tmp_path)}")
-    assert status == 8 and "RESOURCE_EXHAUSTED" in document["inference_error"]
+    assert status == 8 and document["inference_error"].endswith("ArithmeticError: 3 GiB")
     assert document["mbpp"]["pass_at_k"] == {"1": 0.0}
 
 
