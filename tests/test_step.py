@@ -546,6 +546,17 @@ def test_ids_outside_the_vocabulary_are_refused(column, value):
     built.step.put(batch())  # said once
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("weights", np.nan), ("ce_weights", np.inf), ("divergence_weights", -np.inf)],
+)
+def test_weights_that_are_not_finite_are_refused(column, value):
+    data = batch() | {column: np.ones((ROWS, LENGTH), np.float32)}
+    data[column][2, 5] = value
+    with pytest.raises(UserError, match=f"the batch's {column} hold numbers that are not finite"):
+        build().step.put(data)
+
+
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: [model]])
 def test_a_step_refuses_a_model_where_it_wants_arrays(wrap, types_unchecked):
     built = build()

@@ -126,9 +126,18 @@ def _as_array(name: str, column: Any) -> Any:
 
 
 def _as_type(name: str, column: Any) -> Any:
-    """Converts whole numbers to int32, weights to float32; raises `UserError` for other types."""
+    """Converts whole numbers to int32, weights to float32; raises `UserError` for other types.
+
+    And, on the host, for weights that are not finite: of a step with one all numbers are NaN.
+    """
     if name in _WEIGHTS:
-        return column.astype(np.float32) if column.dtype != np.float32 else column
+        column = column.astype(np.float32) if column.dtype != np.float32 else column
+        if isinstance(column, np.ndarray) and not np.isfinite(column).all():
+            raise UserError(
+                f"the batch's {name} hold numbers that are not finite; expected finite ones, and 0 "
+                "where nothing trains."
+            )
+        return column
     if column.dtype == np.int32:
         return column
     if not jnp.issubdtype(column.dtype, jnp.integer):
