@@ -218,10 +218,10 @@ def _yield_to_user(
     for name, value in wanted.items():
         names = (FRACTION, OLD_FRACTION) if name == FRACTION else (name,)
         already = [n for n in names if environ.get(n)]
-        if already:
-            kept.append(f"{already[0]}={environ[already[0]]} was set already and stays")
-        else:
+        if not already:
             settings[name] = value
+        elif environ[already[0]] != value:  # a command that starts twice has set its own
+            kept.append(f"{already[0]}={environ[already[0]]} was set already and stays")
     return settings, kept
 
 
