@@ -64,7 +64,7 @@ from kdjax.evaluation.costs import (
 )
 from kdjax.evaluation.own_text import LONGEST, QUESTION, OwnText
 from kdjax.export import export_gguf
-from kdjax.export.card import begin_card, check_card, show_bound, show_number
+from kdjax.export.card import begin_card, check_card, place_card, show_bound, show_number
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.export.staging import check_sources, check_target, stage
 from kdjax.formats.files import bad, load_json, make_place, replacing
@@ -606,7 +606,7 @@ def _write_card(
         "KL and agreement are from the source, on held-out text that neither chose nor trained. "
         "`types.txt` in the work folder is a file for `llama-quantize --tensor-type-file`.",
     ]
-    with replacing(args.out.with_suffix(".md")) as file:
+    with replacing(place_card(args.out)) as file:
         file.write(("\n".join(lines) + "\n").encode())
 
 

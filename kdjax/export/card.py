@@ -108,9 +108,14 @@ def begin_card(name: str) -> str:
     return f"# {name}\n\nMade by `kdjax shrink` of "
 
 
+def place_card(file: Path) -> Path:
+    """The path of a file's card, next to it."""
+    return file.with_suffix(".md")
+
+
 def check_card(file: Path) -> None:
     """Raises `UserError` if what is there under the name of a file's card is no card of it."""
-    card = file.with_suffix(".md")
+    card = place_card(file)
     if card == file:
         raise UserError(f"found {file}, the name of a card; expected a file such as small.gguf.")
     if os.path.lexists(card) and not read_card(file):
@@ -125,7 +130,7 @@ def read_card(file: Path) -> str:
 
     Absolute paths lose their folders.
     """
-    card = file.with_suffix(".md")
+    card = place_card(file)
     text = card.read_text(errors="replace") if card.is_file() else ""
     return hide_folders(text) if text.startswith(begin_card(file.name)) else ""
 
