@@ -82,7 +82,8 @@ def complete_batch(batch: Any) -> dict[str, Any]:
     1 where the label belongs to its token's segment, as the last label of a row always does. Lists
     become arrays.
 
-    Raises `UserError` for a batch without tokens or labels, or of columns of other shapes or types.
+    Raises `UserError` for a batch without tokens or labels, or of columns of other shapes or types,
+    and for weights on the host that are not finite.
     """
     if not isinstance(batch, Mapping):
         raise UserError(
@@ -126,12 +127,10 @@ def _as_array(name: str, column: Any) -> Any:
 
 
 def _as_type(name: str, column: Any) -> Any:
-    """Converts whole numbers to int32, weights to float32; raises `UserError` for other types.
-
-    And, on the host, for weights that are not finite: of a step with one all numbers are NaN.
-    """
+    """Converts whole numbers to int32, weights to float32; raises as `complete_batch` does."""
     if name in _WEIGHTS:
         column = column.astype(np.float32) if column.dtype != np.float32 else column
+        # With one of these all numbers of the student become NaN.
         if isinstance(column, np.ndarray) and not np.isfinite(column).all():
             raise UserError(
                 f"the batch's {name} hold numbers that are not finite; expected finite ones, and 0 "
