@@ -468,6 +468,22 @@ def test_a_tensor_that_did_not_change_is_named(finished, tmp_path):
     assert "blocks/mlp/up/weight[1], norm/weight" in str(error.value)
 
 
+def test_a_saved_number_that_is_not_finite_is_named(copied, monkeypatch):
+    """One of a row that no text reads, so that no loss has become NaN."""
+    monkeypatch.setattr("kdjax.watch.verify._CHECKS", {"parameters": _CHECKS["parameters"]})
+
+    def damaged(workdir, step):
+        for name, tensor in saved_params(workdir, step):
+            if name == "embed":
+                tensor = tensor.copy()
+                tensor[-1, 3] = np.inf
+            yield name, tensor
+
+    monkeypatch.setattr("kdjax.watch.verify.saved_params", damaged)
+    with pytest.raises(UserError, match="parameters: found numbers in embed that are not finite"):
+        verify(copied)
+
+
 @pytest.mark.slow
 def test_an_importance_is_hashed_again(tiny_config, tmp_path, monkeypatch):
     """From the folder that the run was started in, wherever `verify` is called."""

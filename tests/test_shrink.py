@@ -534,6 +534,27 @@ def test_what_would_fail_late_is_refused_before_a_model_is_read(
     assert source.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["small.gguf", "own"])
+def test_a_model_with_numbers_that_are_not_finite_is_refused_before_it_works(
+    name, models, text, tmp_path, capsys, monkeypatch
+):
+    """A row that no text reads, so that importance and costs would be numbers."""
+    student = kdjax.load(models / "student.gguf", dtype="float32")
+    odd = jax.tree.map(np.array, student.params)
+    odd["embed"][-1, 3] = np.nan
+    monkeypatch.setattr(shrink, "load_model", lambda *_, **__: student.replace(params=odd))
+    for part in ("sum_squares", "measure_costs"):
+        monkeypatch.setattr(shrink, part, lambda *_, **__: pytest.fail("worked"))
+    monkeypatch.setattr(own_text.WrittenAnswers, "write", lambda *_, **__: pytest.fail("wrote"))
+    source = tmp_path / "exact"
+    source.mkdir()
+    export_gguf(student, source / "student.gguf")
+    words = [f"--text=own,{text}"] if name == "own" else []
+    assert run(source, text, tmp_path, BITS, "--no-train", *words) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "error: found 1 numbers of " in last and " in token_embd.weight that are not" in last
+
+
 @pytest.mark.parametrize("plan", [(), ("--plan",)], ids=["file", "plan"])
 def test_the_memory_is_set_before_the_head_is_compared(plan, exact, text, tmp_path, monkeypatch):
     """A comparison starts JAX, which then takes no settings of a GPU's memory."""

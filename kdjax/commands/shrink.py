@@ -67,6 +67,7 @@ from kdjax.export import export_gguf
 from kdjax.export.card import begin_card, check_card, place_card, show_bound, show_number
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.export.staging import check_sources, check_target, stage
+from kdjax.export.weights import check_finite
 from kdjax.formats.files import bad, load_json, make_place, replacing
 from kdjax.formats.imatrix import hash_importance, write_importance
 from kdjax.formats.locks import holding
@@ -277,6 +278,13 @@ def _set_steps(config: Config, steps: int) -> None:
     config.eval.every = config.checkpoint.every = math.ceil(steps / 3)
 
 
+def _load(checkpoint: Checkpoint, **form: Any) -> Model:
+    """Loads a model on the first device; raises `UserError` for numbers that are not finite."""
+    model = load_model(checkpoint, placement=Placement.on(make_local_mesh(1)), **form)
+    check_finite(model.params, checkpoint.spec)
+    return model
+
+
 class _Work:
     """The work folder and what it has; each part is made once and found again."""
 
@@ -314,8 +322,7 @@ class _Work:
         """The model in float32, on the first device, until `free`."""
         if self._model is None:
             _log.info("loading %s", self.checkpoint)
-            placement = Placement.on(make_local_mesh(1))
-            self._model = load_model(self.checkpoint, placement=placement, dtype="float32")
+            self._model = _load(self.checkpoint, dtype="float32")
         return self._model
 
     def free(self) -> None:
@@ -535,15 +542,12 @@ def _write_own(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     """Lets the model write the text that `own` among --text stands for, or goes on."""
     if args.own is None:
         return
-    placement = Placement.on(make_local_mesh(1))
-    on_cpu = placement.platform == "cpu"
+    devices = runtime.device_summary()
+    on_cpu = devices.platform == "cpu"
     weights, dtype = ("dense", "float32") if on_cpu else ("packed", "bfloat16")
-
-    def load() -> Model:
-        return load_model(checkpoint, placement=placement, weights=weights, dtype=dtype)
-
-    slots = _fit_slots(checkpoint.spec, runtime.device_summary())
-    args.own.fill(placement.platform).write(checkpoint, load, slots)
+    load = functools.partial(_load, checkpoint, weights=weights, dtype=dtype)
+    slots = _fit_slots(checkpoint.spec, devices)
+    args.own.fill(devices.platform).write(checkpoint, load, slots)
     args.sources = args.own.name_sources(checkpoint.tokenizer)
 
 
@@ -571,10 +575,7 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
         return lambda: (round_params(work.load().params, other, spread), nbytes)
 
     def written(file: Path) -> tuple[Any, int]:
-        placement = work.load().placement
-        assert placement is not None
-        model = load_model(open_checkpoint(file), placement=placement, dtype="float32")
-        return model.params, file.stat().st_size
+        return _load(open_checkpoint(file), dtype="float32").params, file.stat().st_size
 
     files = {f"{recipe}, with importance": named(Mixture.named(recipe, checkpoint.spec))}
     files["chosen types, with importance"] = named(mixture)

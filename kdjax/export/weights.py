@@ -1,10 +1,12 @@
 """A student's parameters as the tensors of a checkpoint: names, shapes, and bytes on demand."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
@@ -14,7 +16,7 @@ from kdjax.formats.files import Data
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Compute, Params, functional
-from kdjax.models.weights import Adapted, Mixed, PackedMatrix, Scaled
+from kdjax.models.weights import Adapted, Mixed, PackedMatrix, Scaled, from_bits
 
 # Elements encoded at a time: bounds the memory of an export in addition to the parameters.
 _ELEMENTS = 1 << 24
@@ -61,16 +63,28 @@ class Tensor:
         array = self._read_numbers()
         # The largest magnitude is NaN if any number is.
         if not np.isfinite(max(array.max(), -array.min())):
-            count = array.size - np.count_nonzero(np.isfinite(array))
-            raise UserError(
-                f"found {count} numbers of {array.size} in {self.name} that are not finite; "
-                "expected none. The run broke: export an earlier step with --step, or train again."
-            )
+            self._refuse(array.size - int(np.count_nonzero(np.isfinite(array))))
         if self.layout.rate:
             return names.write_rate(array)
         if self.layout.offset:
             return array + np.float32(self.layout.offset)
         return self.layout.write_order(array)
+
+    def check_finite(self) -> None:
+        """Raises `UserError` if a number is not finite, as `read` does; stores no decoded block."""
+        leaf, numbers = self.leaf, self.blocks
+        if numbers is None:
+            plain = isinstance(leaf, np.ndarray | jax.Array)
+            numbers = leaf[self._place] if plain else self._read_numbers()
+        if count := int(_count_odd(numbers)):
+            self._refuse(count)
+
+    def _refuse(self, count: int) -> NoReturn:
+        raise UserError(
+            f"found {count} numbers of {math.prod(self.shape)} in {self.name} that are not finite; "
+            "expected none. The file is damaged, or the run broke: take another file, an earlier "
+            "step (--step), or train again."
+        )
 
     def _read_numbers(self) -> np.ndarray:
         """float32, in the order of the parameter's rows; an adapter is added to its matrix."""
@@ -108,7 +122,12 @@ class Tensor:
         Blocks of that type are written as they are, never rounded a second time.
         """
         if (blocks := self.find_kept(dtype)) is not None:
-            return lambda: self.kept_bytes(blocks)
+
+            def kept() -> np.ndarray:
+                self.check_finite()
+                return self.kept_bytes(blocks)
+
+            return kept
 
         def parts() -> Iterator[np.ndarray]:
             width = self.shape[-1]
@@ -127,6 +146,19 @@ class Tensor:
 
 
 _decode, _join = jax.jit(PackedMatrix.decode), jax.jit(join_rows)
+
+
+@jax.jit
+def _count_odd(numbers: PackedMatrix | jax.Array | np.ndarray) -> jax.Array:
+    """Counts numbers that are not finite."""
+    decoded = numbers.decode() if isinstance(numbers, PackedMatrix) else from_bits(numbers)
+    return jnp.sum(~jnp.isfinite(decoded))
+
+
+def check_finite(params: Params, spec: ArchSpec) -> None:
+    """Raises `UserError` that names the first tensor with numbers that are not finite."""
+    for tensor in list_tensors(params, spec, gguf=True):
+        tensor.check_finite()
 
 
 def list_tensors(params: Params, spec: ArchSpec, *, gguf: bool) -> list[Tensor]:

@@ -258,6 +258,8 @@ class _Recheck:
 
         def read_params() -> Iterator[tuple[str, np.ndarray]]:
             for name, tensor in saved_params(self.workdir, output["step"]):
+                if not np.isfinite(tensor).all():
+                    raise _Failed(f"found numbers in {name} that are not finite; expected none")
                 provenance.add_tensor(digest, name, tensor)
                 yield name, tensor
 
