@@ -82,15 +82,19 @@ class WriteError(UserError, OSError):
         return str(self.args[0])
 
     @classmethod
-    def of(cls, path: Path, error: OSError) -> "WriteError | None":
-        """Makes the error for `path`; None if the system's error does not concern the disk."""
+    def of(cls, path: Path, error: OSError, elsewhere: str = "") -> "WriteError | None":
+        """Makes the error for `path`; None if the system's error does not concern the disk.
+
+        `elsewhere` is a setting that names another folder: `--config.data.cache_dir=DIR`.
+        """
         remedy = _REMEDIES.get(error.errno or 0)
         if isinstance(error, PermissionError):
             remedy = _PERMISSION
         if remedy is None:
             return None
         said = os.strerror(error.errno or 0)
-        new = cls(f"{path} cannot be written: {said}. {remedy}, and run the same command again.")
+        text = f"{path} cannot be written: {said}. {remedy}, and run the same command again."
+        new = cls(text + (elsewhere and f" Another folder: {elsewhere}."))
         new.errno = error.errno
         return new
 

@@ -511,7 +511,12 @@ def _fetch_header(file: _File) -> Path:
     _log.info("%s: %s of %s to read", file.name, _show(HEADER), _show(file.size))
     url = hf_hub_url(file.path.repository, file.name, **where)
     headers = build_hf_headers() | {"Range": f"bytes=0-{HEADER - 1}"}
-    file.header.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file.header.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if refused := WriteError.of(file.header.parent, error, "HOME=DIR"):
+            raise refused from error
+        raise
     with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
         hf_raise_for_status(response)
         with tempfile.NamedTemporaryFile(dir=file.header.parent, delete=False) as part:
@@ -628,7 +633,7 @@ def _explaining(path: HubPath) -> Iterator[None]:
         cache = _storage(path).parent
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise WriteError(_no_room(path.text, "a full disk", cache)) from error
-        if refused := WriteError.of(cache, error):
+        if refused := WriteError.of(cache, error, "HF_HOME=DIR"):
             raise refused from error
         if error.errno is not None:
             raise

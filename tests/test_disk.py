@@ -135,6 +135,18 @@ def test_a_folder_that_cannot_be_made_has_its_remedy(tmp_path, monkeypatch):
         make_place(tmp_path / "a" / "b.bin")
 
 
+def test_a_user_without_a_home_is_told_the_field(tiny_config, monkeypatch):
+    from kdjax.models.checkpoint import open_checkpoint
+
+    tokenizer = open_checkpoint(tiny_config.student.path).tokenizer
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # where there is none
+    tiny_config.data.cache_dir = "~/.cache/kdjax/rows"
+    with pytest.raises(
+        UserError, match=r"without a home.* folder: --config\.data\.cache_dir=DIR\.$"
+    ):
+        prepare(tiny_config.data, tokenizer)
+
+
 def test_a_place_is_tried_by_its_own_name(tmp_path, monkeypatch):
     """`tempfile` says an absolute path of a file that nobody asked for."""
     monkeypatch.chdir(tmp_path)
@@ -300,7 +312,8 @@ def test_rows_that_do_not_fit_leave_nothing(tiny_config, tmp_path):
     from kdjax.models.checkpoint import open_checkpoint
 
     tokenizer = open_checkpoint(tiny_config.student.path).tokenizer
-    with no_file_beyond(1000), pytest.raises(WriteError, match=r"rows/\w{64} cannot be written"):
+    said = r"rows/\w{64} cannot be written: .* Another folder: --config\.data\.cache_dir=DIR\.$"
+    with no_file_beyond(1000), pytest.raises(WriteError, match=said):
         prepare(tiny_config.data, tokenizer)
     assert not list((tmp_path / "rows").iterdir())
 

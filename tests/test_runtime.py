@@ -364,6 +364,7 @@ def test_unwritable_cache_is_off_with_a_reason(tmp_path, not_started, monkeypatc
     jax.config.update("jax_compilation_cache_dir", None)
     result = configure(environ={}, probe=lambda _: Probe())
     assert result.cache.startswith("off (") and "file" in result.cache
+    assert result.cache.endswith("; JAX_COMPILATION_CACHE_DIR=DIR names another folder)")
 
 
 # After JAX started.

@@ -555,6 +555,21 @@ def test_a_model_with_numbers_that_are_not_finite_is_refused_before_it_works(
     assert "error: found 1 numbers of " in last and " in token_embd.weight that are not" in last
 
 
+def test_a_home_that_takes_no_rows_is_named_with_the_flag_for_others(
+    exact, text, tmp_path, capsys, monkeypatch
+):
+    (home := tmp_path / "home").write_text("")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(shrink._Work, "measure_importance", lambda _: (_ for _ in ()).throw(Killed))
+    assert run(exact, text, tmp_path, BITS) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    flag = "--config.data.cache_dir="
+    assert last == f"error: {home} is no folder; expected one. Name another place: {flag}DIR."
+    with pytest.raises(Killed):
+        run(exact, text, tmp_path, BITS, f"{flag}{tmp_path}/rows")
+    assert list((tmp_path / "rows").glob("*/meta.json"))
+
+
 @pytest.mark.parametrize("plan", [(), ("--plan",)], ids=["file", "plan"])
 def test_the_memory_is_set_before_the_head_is_compared(plan, exact, text, tmp_path, monkeypatch):
     """A comparison starts JAX, which then takes no settings of a GPU's memory."""

@@ -138,6 +138,9 @@ def _parser() -> Parser:
     add("--batch-size", type=int, default=16, help="rows a step")
     add("--microbatches", type=int, default=1, help="parts of a batch, to save memory")
     add("--rows", type=int, default=8, help="rows that costs are measured on")
+    words = "packed rows, shared between calls and runs, as settings.md says"
+    cached = Config().data.cache_dir
+    add("--config.data.cache_dir", default=cached, dest="cache_dir", metavar="DIR", help=words)
     add_machine_flags(parser, "print sizes and memory; load and make nothing", hosts=False)
     add("--overwrite", action="store_true", help="replace --out if it is there")
     return parser
@@ -259,6 +262,7 @@ def _make_config(
     config.student.head = "tied" if spec.tied else "untied"
     config.data.train, config.data.heldout = args.sources, args.heldout
     config.data.fields, config.data.seq_len = args.fields, args.seq_len
+    config.data.cache_dir = args.cache_dir
     config.optim.learning_rate = _FEW_RATE if bits < _FEW_BITS else _RATE
     if args.learning_rate is not None:
         config.optim.learning_rate = config.student.lora.learning_rate = args.learning_rate

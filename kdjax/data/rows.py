@@ -45,6 +45,7 @@ LONG_RECORDS = ("leave_out", "cut")  # what becomes of records longer than a row
 COLUMNS = {"tokens": np.uint32, "segments": np.uint16, "mask": np.uint8}
 _SIDES = ("train", "heldout")
 _ASIDE = ".making-"  # prefix of unfinished folders
+_ELSEWHERE = "--config.data.cache_dir=DIR"  # names another folder for packed rows
 _BATCH_CHARACTERS = 4_000_000  # of text tokenized at a time: bounds memory
 _BLOCK = 16_000_000  # ids of records placed at a time: 5 bytes each
 
@@ -496,8 +497,8 @@ def prepare_rows(settings: RowSettings, cache_dir: Path, begun: str = "") -> Row
             "that began it, which read the text otherwise. Restore the folder, or choose a new "
             "--workdir: this version cuts no conversation at row ends, and reads .json as records."
         )
-    with writing(folder):
-        make_folder(cache_dir)
+    with writing(folder, _ELSEWHERE):
+        make_folder(cache_dir, _ELSEWHERE)
         with _make_aside(cache_dir) as aside, contextlib.ExitStack() as writing_files:
             writers = []
             for side in _SIDES:

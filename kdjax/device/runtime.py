@@ -330,10 +330,8 @@ def _compilation_cache(environ: Mapping[str, str]) -> str:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs programs from it
         with contextlib.suppress(OSError):  # another process does so, or it can be read alone
             remove_cut_programs(folder)
-    except OSError as error:
-        return f"off ({error})"
-    except RuntimeError as error:  # expanduser, for a user without a home
-        return f"off ({error} Set {CACHE_DIR}.)"
+    except (OSError, RuntimeError) as error:  # the latter of expanduser: a user without a home
+        return f"off ({error}; {CACHE_DIR}=DIR names another folder)"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

@@ -224,17 +224,18 @@ def checked_chunks(path: Path, name: str, data: Data, nbytes: int) -> Iterator[m
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, elsewhere: str = "") -> Iterator[None]:
     """Turns an `OSError` of the disk that holds `path`, raised in the block, into a `WriteError`.
 
     An `OSError` that names a file elsewhere passes: it concerns a file that the block read.
+    `elsewhere` is as for `WriteError.of`.
     """
     try:
         yield
     except OSError as error:
         file = Path(error.filename2 or error.filename or path).absolute()
         folder = path.parent.absolute()
-        refused = WriteError.of(path, error)
+        refused = WriteError.of(path, error, elsewhere)
         if refused is None or not (file.is_relative_to(folder) or folder.is_relative_to(file)):
             raise
         raise refused from error
@@ -251,17 +252,18 @@ def make_place(path: Path) -> None:
         file.write(b" ")
 
 
-def make_folder(folder: Path) -> None:
-    """Makes the folder unless it exists.
+def make_folder(folder: Path, elsewhere: str = "") -> None:
+    """Makes the folder unless it exists; `elsewhere` is as for `WriteError.of`.
 
     Raises `UserError` where a file has its name, `WriteError` where the disk refuses it.
     """
     try:
-        with writing(folder):
+        with writing(folder, elsewhere):
             folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-        raise UserError(f"{there} is no folder; expected one. Name another place.") from error
+        place = f"Name another place{elsewhere and f': {elsewhere}'}."
+        raise UserError(f"{there} is no folder; expected one. {place}") from error
 
 
 def _make_parent(path: Path) -> None:

@@ -96,7 +96,13 @@ def find_begun(workdir: Path) -> str:
 
 def prepare(data: DataConfig, tokenizer: Tokenizer, begun: str = "") -> RowSet:
     """Returns packed rows of the configured text, from the cache if it has them."""
-    folder = Path(data.cache_dir).expanduser()
+    try:
+        folder = Path(data.cache_dir).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"data.cache_dir={data.cache_dir}: found a user without a home; expected one. Name "
+            "another folder: --config.data.cache_dir=DIR."
+        ) from error
     with cluster.first_before_others("rows"):
         rows = prepare_rows(row_settings(data, tokenizer), folder, begun)
     for side in ("train", "heldout"):
