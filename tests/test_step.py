@@ -548,12 +548,17 @@ def test_ids_outside_the_vocabulary_are_refused(column, value):
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("weights", np.nan), ("ce_weights", np.inf), ("divergence_weights", -np.inf)],
+    [
+        ("weights", np.nan),
+        ("ce_weights", np.inf),
+        ("divergence_weights", -np.inf),
+        ("weights", -1e-9),
+    ],
 )
-def test_weights_that_are_not_finite_are_refused(column, value):
+def test_weights_below_0_or_not_finite_are_refused(column, value):
     data = batch() | {column: np.ones((ROWS, LENGTH), np.float32)}
     data[column][2, 5] = value
-    with pytest.raises(UserError, match=f"the batch's {column} hold numbers that are not finite"):
+    with pytest.raises(UserError, match=f"the batch's {column} hold numbers below 0 or not finite"):
         build().step.put(data)
 
 

@@ -83,7 +83,7 @@ def complete_batch(batch: Any) -> dict[str, Any]:
     become arrays.
 
     Raises `UserError` for a batch without tokens or labels, or of columns of other shapes or types,
-    and for weights on the host that are not finite.
+    and for weights on the host that are below 0 or not finite.
     """
     if not isinstance(batch, Mapping):
         raise UserError(
@@ -130,11 +130,13 @@ def _as_type(name: str, column: Any) -> Any:
     """Converts whole numbers to int32, weights to float32; raises as `complete_batch` does."""
     if name in _WEIGHTS:
         column = column.astype(np.float32) if column.dtype != np.float32 else column
-        # With one of these all numbers of the student become NaN.
-        if isinstance(column, np.ndarray) and not np.isfinite(column).all():
+        # One that is not finite makes all numbers of the student NaN; one below 0 makes a step climb
+        # the loss, and takes from the count that divides.
+        good = not isinstance(column, np.ndarray) or (np.isfinite(column) & (column >= 0)).all()
+        if not good:
             raise UserError(
-                f"the batch's {name} hold numbers that are not finite; expected finite ones, and 0 "
-                "where nothing trains."
+                f"the batch's {name} hold numbers below 0 or not finite; expected finite ones from "
+                "0 on, and 0 where nothing trains."
             )
         return column
     if column.dtype == np.int32:
