@@ -130,7 +130,7 @@ def _as_type(name: str, column: Any) -> Any:
     """Converts whole numbers to int32, weights to float32; raises as `complete_batch` does."""
     if name in _WEIGHTS:
         column = column.astype(np.float32) if column.dtype != np.float32 else column
-        # One that is not finite makes all numbers of the student NaN; one below 0 makes a step climb
+        # One that is not finite makes all numbers of the student NaN; one below 0 lets a step climb
         # the loss, and takes from the count that divides.
         good = not isinstance(column, np.ndarray) or (np.isfinite(column) & (column >= 0)).all()
         if not good:
