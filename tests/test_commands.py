@@ -226,6 +226,7 @@ def test_code_that_a_model_wrote_brings_no_remarks_of_python(capfd):
         (["train", "--config=demo", "--config.optim=1"], "is a section; set a field of it: optim"),
         (["generate", "x", "--bogus"], "unrecognized arguments: --bogus. `kdjax"),
         (["generate", "x", "--promt=y"], "--promt=y. Did you mean --prompt?"),
+        (["generate", "--promt=y z", "x"], "--promt=y z. Did you mean --prompt?"),
         (["generate", "x"], "the following arguments are required: --prompt"),
         # A part of a flag's name is no flag, alone, beside a config and where another is missing.
         (["generate", "x", "--prompt=y", "--temp=1"], ": --temp=1. Did you mean --temperature?"),

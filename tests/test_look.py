@@ -59,6 +59,12 @@ def test_counts_and_rows_are_shown(config, capsys):
     assert len(shown) == 2 and " of 32 tokens" in shown[0]
 
 
+def test_settings_may_have_spaces(config, tmp_path, capsys):
+    (tmp_path / "text").rename(tmp_path / "my text")
+    assert data.main([f"--config={config}", f"--config.data.train={tmp_path}/my text"]) == 0
+    assert " tokens of " in capsys.readouterr().out
+
+
 def test_a_row_shows_what_carries_loss(config, models, tmp_path):
     tokenizer = from_gguf(dict(open_table(models / "student.gguf").metadata), "x")
     settings = RowSettings(

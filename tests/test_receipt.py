@@ -350,6 +350,7 @@ def _other_loss(record):
         (lambda r: r["held_out"]["final"].update(kl=0.0), r"held-out: .*final figures"),
         (lambda r: r["held_out"].update(first=None), r"held-out: the receipt has no first"),
         (lambda r: r.pop("teacher"), r"teacher: cannot be checked: KeyError"),
+        (lambda r: r.update(teacher=1.5), r"checkpoint: cannot be checked: AttributeError"),
     ],
 )
 def test_a_changed_receipt_is_found(copied, change, message, monkeypatch):

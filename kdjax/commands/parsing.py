@@ -9,6 +9,7 @@ import math
 import os
 import re
 import runpy
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ WEIGHTS_VARIABLES = "KDJAX_TEACHER_WEIGHTS", "KDJAX_TEACHER_BACKEND", "APR_DISTI
 PROMPT = "--prompt='The'"  # of suggested commands: a story, an article or a comment goes on from it
 _log = logging.getLogger("kdjax")
 DEGENERATE_VARIABLE = "KDJAX_ALLOW_DEGENERATE_KD"
+_SPACED = re.compile(r"(--?\w[\w.-]*)=.*\s", re.DOTALL)  # a flag whose value has a space
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 _ILLEGAL = re.compile(r"flag --config\.([^=]+)=(.*?): ", re.DOTALL)
 _KINDS = {"int": "whole number", "float": "number", "bool": "true or false"}
@@ -122,17 +124,29 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses as argparse does; refuses unknown flags if one is missing: it may be misspelt."""
+        """Parses as argparse does; refuses unknown flags if one is missing: it may be misspelt.
+
+        A flag of no name here is unknown too if its value has a space, where argparse would take
+        all of it for a positional argument, such as a path.
+        """
+        args = list(sys.argv[1:] if args is None else args)
+        spaced = [text for text in args if self._is_unknown_and_spaced(text)]
+        args = [text for text in args if text not in spaced]
         try:
-            return super().parse_known_args(args, namespace)
+            options, unknown = super().parse_known_args(args, namespace)
         except UserError:
             for action in self._actions:
                 action.required = False
             for group in self._mutually_exclusive_groups:
                 group.required = False
             _, unknown = super().parse_known_args(args, namespace)
-            self.refuse_beside_fields(unknown)
+            self.refuse_beside_fields([*spaced, *unknown])
             raise
+        return options, [*spaced, *unknown]
+
+    def _is_unknown_and_spaced(self, text: str) -> bool:
+        match = _SPACED.match(text)
+        return match is not None and match[1] not in self._option_string_actions
 
     def refuse_beside_fields(self, unknown: Sequence[str]) -> None:
         """Does what `refuse` does, but for `--config.field=value`."""

@@ -101,7 +101,8 @@ class _Raw(io.RawIOBase):
 def open_given(path: str | os.PathLike[str], expected: str) -> io.BufferedReader:
     """Opens a file that a user named; raises `MissingFileError` if there is no such file."""
     if not Path(path).is_file():
-        text = f"{path}: no such file; expected {expected}."
+        found = "a folder" if Path(path).is_dir() else "no such file"
+        text = f"{path}: {found}; expected {expected}."
         raise MissingFileError(f"{text}{suggest_path(Path(path))}")
     return open(path, "rb")
 

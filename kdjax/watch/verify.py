@@ -24,6 +24,7 @@ from kdjax.training.saving import changed_tensors
 from kdjax.watch import provenance
 from kdjax.watch.writers import METRICS
 
+_DAMAGED = ValueError, LookupError, TypeError, AttributeError, RecursionError  # of a receipt
 _SHOWN = 5  # failures in the message
 _APART = ("step", "tokens")  # of held-out figures: when, and over how many positions
 
@@ -49,7 +50,7 @@ def verify(workdir: Path) -> list[str]:
             raise
         except _Failed as problem:
             failures.append(f"{name}: {problem}")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
+        except (OSError, *_DAMAGED) as problem:
             failures.append(f"{name}: cannot be checked: {type(problem).__name__}: {problem}")
     if failures:
         shown = failures[:_SHOWN]
