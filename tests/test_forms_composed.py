@@ -189,7 +189,7 @@ def test_layers_of_several_types_are_those_of_the_sum_rounded_at_once(models, tm
     jax.tree.map(np.testing.assert_array_equal, state.kept, other.kept)
     seen, cast, used = step.see(state), narrow.see(other), step.spec.form
     plain = kdjax.Rounded(form.text).choose_types(step.spec.student.spec)
-    total = used.of.see(step.base, None, state.params)
+    total = used.add_up(step.base, state.params)
     whole = jax.jit(plain.see)({}, state.kept, total)
     jax.tree.map(np.testing.assert_array_equal, seen, whole)
     rng, grads = np.random.default_rng(5), {}
@@ -211,7 +211,7 @@ def test_layers_of_several_types_are_those_of_the_sum_rounded_at_once(models, tm
     ]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), *pulled)
     kept = plain.pull({}, state.kept, total, seen, grads, frozenset())
-    for path in used.of.lora.targets:  # A's, of the gradient that the sum's masters would get
+    for path in used.lora.targets:  # A's, of the gradient that the sum's masters would get
         b = np.asarray(flatten_dict(state.params)[*path, "b"], np.float64)
         g = np.asarray(flatten_dict(kept)[path], np.float64)
         wanted = ALPHA / RANK * np.swapaxes(b, -1, -2) @ g

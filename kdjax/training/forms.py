@@ -7,8 +7,7 @@
 In each optimizer step, `see(base, kept, masters)` computes the parameters of the forward pass once,
 and `pull` maps the gradient at these parameters to a gradient at the masters. A form knows its
 settings, its bytes and its name in a run; the step, the loop, the plan and evaluation know nothing
-else about it. `Rounded` rounds the parameters that another form computes: the masters of a plain
-student, or base + B A of adapters.
+else about it. `Rounded` rounds the masters, `RoundedSum` base + B A of adapters.
 """
 
 import dataclasses
@@ -340,8 +339,9 @@ class Adapters(Form):
     teacher may share its arrays. A student with adapters has this form by default.
     """
 
-    lora: Lora | None = None  # the student's, once settled
-    asked: LoraConfig | None = dataclasses.field(default=None, compare=False)  # a run's settings
+    lora: Lora | None = dataclasses.field(default=None, kw_only=True)  # the student's, once settled
+    # A run's settings.
+    asked: LoraConfig | None = dataclasses.field(default=None, compare=False, kw_only=True)
 
     conflicts: ClassVar[Mapping[str, str]] = {
         "trainable": say_why("optim.trainable", "student.lora.rank")
@@ -463,93 +463,6 @@ class Adapters(Form):
     def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
         """Counts both passes without gradients of matrices; gradients of A and B are small."""
         return super().count_flops(spec, length, 0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class MergedAdapters(Adapters):
-    """Adapters added to their base: all seen parameters are numbers, base + scale B A, float32.
-
-    `RoundedSum` rounds these numbers a layer at a time. Their gradient passes on to A and B.
-    """
-
-    low_rank: ClassVar[bool] = False
-    casts: ClassVar[bool] = True
-
-    def settle(self, student: Model) -> "MergedAdapters":
-        """Reads the adapters; raises `UserError` for a float8 base, which has other numbers."""
-        scaled = jax.tree.leaves(student.params, is_leaf=lambda x: isinstance(x, Scaled))
-        if any(isinstance(x, Scaled) for x in scaled):
-            raise UserError(
-                f"{student.name}: found a base in float8 to round with its adapters; expected one "
-                'loaded with weights="packed" or "dense", dtype="float32".'
-            )
-        settled = super().settle(student)
-        assert isinstance(settled, MergedAdapters)
-        return settled
-
-    def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """Lists all paths except the matrices that have adapters."""
-        assert self.lora is not None
-        seen = jax.eval_shape(self.see, base, None, masters)
-        adapted = {"/".join(path) for path in self.lora.targets}
-        return frozenset(path for path in list_paths(seen) if path not in adapted)
-
-    def see(self, base: Params, kept: Kept, masters: Params) -> Params:
-        """Adds the changes to the base's numbers."""
-        changes = _flatten(masters)
-        flat = {path: self.add(path, leaf, changes) for path, leaf in _flatten(base).items()}
-        return unflatten_dict(flat)
-
-    def add(self, path: tuple[str, ...], leaf: Any, changes: Mapping[Any, Array]) -> Array:
-        """Adds a matrix's change to its numbers, float32, with equal bits on every backend."""
-        assert self.lora is not None
-        numbers = read_numbers(leaf).astype(jnp.float32)
-        if path not in self.lora.targets:
-            return numbers
-        return add_change(numbers, changes[*path, "a"], changes[*path, "b"], self.lora.scale)
-
-    def pull_one(self, g: Array, a: Array, b: Array) -> tuple[Array, Array]:
-        """Computes scale B^T G for A and scale G A^T for B, with the gradient G of matrices."""
-        assert self.lora is not None
-        g = self.lora.scale * g.astype(jnp.float32)
-        precision = jax.lax.Precision.HIGHEST
-        of_a = jnp.einsum("lor,loi->lri", b, g, precision=precision)
-        return of_a, jnp.einsum("loi,lri->lor", g, a, precision=precision)
-
-    def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
-        """Returns shardings by the rules of dense parameters."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), base)
-        seen = jax.eval_shape(self.see, shapes, None, self._shape_masters(shapes))
-        return parameter_shardings(seen, mesh)
-
-    def _shape_masters(self, base: Params) -> Params:
-        assert self.lora is not None
-        flat, shapes = _flatten(base), {}
-        for path in self.lora.targets:
-            layers, outer, inner = flat[path].shape
-            for part, shape in (("a", (self.lora.rank, inner)), ("b", (outer, self.lora.rank))):
-                shapes[*path, part] = jax.ShapeDtypeStruct((layers, *shape), jnp.float32)
-        return unflatten_dict(shapes)
-
-    def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """Returns the dtype of the products."""
-        return dtype
-
-    def base_dtype(self, compute: DTypeLike) -> DTypeLike:
-        """Returns float32: an export adds the changes to the exact numbers of the file."""
-        return "float32"
-
-    def _loops(self, compute: Compute) -> bool:
-        return compute.scan
-
-    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
-        """Counts a full fine-tune: gradients of matrices are formed."""
-        return Form.count_flops(self, spec, length, 1.0)
-
-    def shape_gradients(self, student: Checkpoint, compute: DTypeLike) -> Params:
-        """Shapes of the adapted matrices: their gradients make the gradients of A and B."""
-        shapes = _flatten(_cast_shapes(functional(student.spec, Compute())[1], compute))
-        return unflatten_dict({path: shapes[path] for path in self.choose_lora(student).targets})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -996,9 +909,8 @@ class Rounded(Form):
     """The student rounded to the block types of a GGUF file; gradients go straight through.
 
     `text` is a recipe of `export_gguf`, a file of types, or types by name
-    (`recipes.split_types`). The form `of` computes the parameters that are rounded: the masters,
-    or, for a student with adapters, base + scale B A, of which the adapters are trained. The
-    exporter's search fits the scales of every block once, at the start; `imatrix`, a file of
+    (`recipes.split_types`). A student with adapters settles it to a `RoundedSum`. The exporter's
+    search fits the scales of every block once, at the start; `imatrix`, a file of
     llama-imatrix, weights the errors of this fit. `start` is a file of `formats.start`, whose
     masters and scales a run begins with in place of the student's numbers and a fit.
     Each step rounds to the integers of these scales, which are equal on every backend. State and
@@ -1009,7 +921,6 @@ class Rounded(Form):
 
     text: str
     imatrix: str = ""
-    of: Form = PLAIN
     start: str = ""
     types: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()  # paths; types of their layers
     # Weights of each input's errors in a fit, for some paths: float32 [L, 1, inputs].
@@ -1022,20 +933,15 @@ class Rounded(Form):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The types by name, for `formats.saved`, and the inner form's record."""
+        """The types by name, for `formats.saved`."""
         types = {"/".join(path): list(types) for path, types in self.types}
-        return self.of.record | {"quantize": self.text, "types": types}
-
-    @property
-    def conflicts(self) -> Mapping[str, str]:  # type: ignore[override]
-        """Conflicts of the inner form."""
-        return self.of.conflicts
+        return super().record | {"quantize": self.text, "types": types}
 
     def settle(self, student: Model) -> "Rounded":
-        """Chooses the types of the student's parameters, and the form that computes them.
+        """Chooses the types of the student's parameters; returns a `RoundedSum` for adapters.
 
         Raises `UserError` for types that cannot be trained, for a custom module, for a block or
-        head that drafts, and for importances of another model.
+        head that drafts, for a float8 base, and for importances of another model.
         """
         inner, rounded = choose_form(None, student), self.choose_types(student.spec)
         if isinstance(inner, _Drafting):
@@ -1044,12 +950,17 @@ class Rounded(Form):
                 "none: it trains as numbers next to layers that stay as they are stored. Leave it "
                 "out."
             )
-        if isinstance(inner, Adapters):
-            given = {x.name: getattr(rounded, x.name) for x in dataclasses.fields(Rounded)}
-            functions: Any = student.functions
-            given["of"] = MergedAdapters().settle(student)
-            return RoundedSum(**given, compute=functions.compute.dtype)
-        return dataclasses.replace(rounded, of=inner)
+        if not isinstance(inner, Adapters):
+            return rounded
+        leaves = jax.tree.leaves(student.params, is_leaf=lambda x: isinstance(x, Scaled))
+        if any(isinstance(x, Scaled) for x in leaves):
+            raise UserError(
+                f"{student.name}: found a base in float8 to round with its adapters; expected one "
+                'loaded with weights="packed" or "dense", dtype="float32".'
+            )
+        given = {x.name: getattr(rounded, x.name) for x in dataclasses.fields(Rounded)}
+        functions: Any = student.functions
+        return RoundedSum(**given, lora=inner.lora, compute=functions.compute.dtype)
 
     def choose_types(self, spec: ArchSpec | None) -> "Rounded":
         """Returns the form with types and importances for a student of this architecture."""
@@ -1064,35 +975,37 @@ class Rounded(Form):
         importance = spread_importance(self.imatrix, weighed, spec) if self.imatrix else {}
         return dataclasses.replace(self, types=mixture.types, importance=importance)
 
-    def masters(self, params: Params) -> Params:
-        """Selects the inner form's masters."""
-        return self.of.masters(params)
-
-    def base(self, params: Params) -> Params:
-        """Selects the inner form's base."""
-        return self.of.base(params)
-
-    def join(self, base: Params, masters: Params) -> Params:
-        """Joins base and masters for the inner form."""
-        return self.of.join(base, masters)
-
-    def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
-        """Lists the inner form's frozen paths."""
-        return self.of.list_frozen(base, masters)
-
     def learns(self, params: Params) -> bool:
         """True: it learns to predict in spite of its rounding."""
         return True
 
     def begin(self, base: Params, masters: Params) -> Kept:
         """Fits the scales."""
-        flat, kept = _flatten(self.of.see(base, None, masters)), {}
+        kept = {}
         for path, types in self.types:
             weights = self.importance.get(path)
             for dtype, layers in parts_by_type(types):
+
+                def fit(x: Array, weights: Any, dtype: str = dtype) -> Scales:
+                    return fit_rows(x, dtype, weights)
+
                 part = None if weights is None else _take(jnp.asarray(weights), layers)
-                kept[*path, dtype] = fit_rows(_take(flat[path], layers), dtype, part)
+                kept[*path, dtype] = self._map(fit, path, layers, (base, masters), part)
         return unflatten_dict(kept)
+
+    def _map(
+        self,
+        function: Callable[[Array, Any], Any],
+        path: tuple[str, ...],
+        layers: tuple[int, ...] | None,
+        given: tuple[Params, Params],
+        parts: Any,
+    ) -> Any:
+        """Calls a function of a matrix's numbers, float32, in these layers, and of `parts`.
+
+        `given` are base and masters; `parts` are arrays of these layers, stacked, as results are.
+        """
+        return function(_take(_flatten(given[1])[path], layers), parts)
 
     def complete(self, masters: Params, scales: Mapping[tuple[str, ...], Scales]) -> Kept:
         """Adds the scales that `models.gptq.round_layers` left out, such as the embedding's."""
@@ -1106,7 +1019,7 @@ class Rounded(Form):
         def round_rows(dtype: str, scales: Scales, x: Array) -> Array:
             return decode_fields(encode_fields(x, dtype, scales), dtype).astype(x.dtype)
 
-        return self._replace(round_rows, kept, self.of.see(base, None, masters))
+        return self._replace(round_rows, kept, masters)
 
     def pull(
         self,
@@ -1118,13 +1031,8 @@ class Rounded(Form):
         frozen: frozenset[str],
     ) -> Params:
         """Passes gradients straight through, unless they drive cut numbers further out of range."""
-        numbers = self.of.see(base, None, masters)
-        grads = self._replace(_stop_outwards, kept, grads, numbers, seen)
-        return self.of.pull(base, None, masters, numbers, grads, frozen)
-
-    def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
-        """Returns the inner form's shardings."""
-        return self.of.spread(base, masters, mesh)
+        grads = self._replace(_stop_outwards, kept, grads, masters, seen)
+        return super().pull(base, kept, masters, seen, grads, frozen)
 
     def place(self, kept: Kept, seen: Any) -> Any:
         """Returns shardings of the scales, by their rows; blocks of a row stay together."""
@@ -1136,13 +1044,9 @@ class Rounded(Form):
             places[path] = jax.tree.map(lambda _, place=place: place, scales)
         return unflatten_dict(places)
 
-    def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
-        """Chooses the inner form's dtype."""
-        return self.of.send_as(dtype)
-
     def pack(self, base: Params, kept: Kept, masters: Params) -> Params:
         """Makes the exported student: blocks, as a packed model has them."""
-        flat, scales = _flatten(self.of.see(base, None, masters)), _flatten(kept)
+        flat, scales = _flatten(masters), _flatten(kept)
         for path, types in self.types:
             flat[path] = stack_blocks(
                 [
@@ -1156,39 +1060,16 @@ class Rounded(Form):
         """Compiles the function to one program."""
         return jax.jit(function, out_shardings=places)
 
-    @property
-    def title(self) -> str:  # type: ignore[override]
-        """Name of the inner form's masters."""
-        return self.of.title
-
-    @property
-    def freezes(self) -> bool:  # type: ignore[override]
-        """Whether the inner form freezes embedding and head."""
-        return self.of.freezes
-
-    @property
-    def weights(self) -> str:
-        """How the inner form stores its base."""
-        return self.of.weights
-
-    def base_dtype(self, compute: DTypeLike) -> DTypeLike:
-        """Returns the dtype of the inner form's base."""
-        return self.of.base_dtype(compute)
-
     def open(self, student: Checkpoint) -> Checkpoint:
-        """Opens the student for the inner form; raises `UserError` for types that it lacks."""
-        student = self.of.open(student)
+        """Returns the student; raises `UserError` also for types that it cannot have."""
+        student = super().open(student)
         Rounded(self.text).choose_types(student.spec)
         return student
 
-    def find_start(self, student: Checkpoint) -> Checkpoint:
-        """Returns the student before training, for the inner form."""
-        return self.of.find_start(student)
-
     def draw(self, student: Checkpoint, seed: int) -> Params | None:
-        """Reads the masters of `start`, or draws the inner form's."""
+        """Reads the masters of `start`, if there is one."""
         if not self.start:
-            return self.of.draw(student, seed)
+            return super().draw(student, seed)
         return self._check(read_masters(self.start), self.shapes(student), "masters")
 
     def read_kept(self, shapes: Kept) -> Kept:
@@ -1209,14 +1090,6 @@ class Rounded(Form):
             )
         return unflatten_dict(found)
 
-    def shapes(self, student: Checkpoint) -> Params:
-        """Shapes of the inner form's masters."""
-        return self.of.shapes(student)
-
-    def shape_gradients(self, student: Checkpoint, compute: DTypeLike) -> Params:
-        """Shapes of the inner form's gradients."""
-        return self.of.shape_gradients(student, compute)
-
     def shape_seen(self, student: Checkpoint, compute: DTypeLike) -> Params:
         """Shapes of all parameters, as rounded numbers, float32."""
         return functional(student.spec, Compute())[1]
@@ -1225,14 +1098,6 @@ class Rounded(Form):
         """Bytes of the scales."""
         plain = Rounded(self.text).choose_types(student.spec)
         return count_bytes(jax.eval_shape(plain.begin, {}, functional(student.spec, Compute())[1]))
-
-    def open_model(self, student: Checkpoint, compute: Compute, shared: Model | None) -> Model:
-        """Makes the inner form's model."""
-        return self.of.open_model(student, compute, shared)
-
-    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
-        """Counts the inner form's FLOP: rounding has no products."""
-        return self.of.count_flops(spec, length, trained)
 
     def _replace(self, change: Callable[..., Array], kept: Kept, *trees: Params) -> Params:
         """Changes the rounded matrices of the first tree, given these matrices of all trees.
@@ -1259,7 +1124,7 @@ def _stop_outwards(dtype: str, scales: Scales, g: Array, x: Array, y: Array) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundedSum(Rounded):
+class RoundedSum(Rounded, Adapters):
     """The sum of a frozen base and its adapters, rounded: adapters under rounding.
 
     A layer is added up and rounded at a time, so that no stack of layers is float32 numbers. The
@@ -1268,23 +1133,9 @@ class RoundedSum(Rounded):
     that `Rounded` would make of the sum.
     """
 
-    of: MergedAdapters = dataclasses.field(default_factory=MergedAdapters)
     compute: DTypeLike = "float32"
-    casts: ClassVar[bool] = False
 
-    def begin(self, base: Params, masters: Params) -> Kept:
-        """Fits the scales."""
-        kept = {}
-        for path, types in self.types:
-            weights = self.importance.get(path)
-            for dtype, layers in parts_by_type(types):
-
-                def fit(x: Array, weights: Any, dtype: str = dtype) -> Scales:
-                    return fit_rows(x, dtype, weights)
-
-                part = None if weights is None else _take(jnp.asarray(weights), layers)
-                kept[*path, dtype] = self._map(fit, path, layers, (base, masters), part)
-        return unflatten_dict(kept)
+    low_rank: ClassVar[bool] = False
 
     def see(self, base: Params, kept: Kept, masters: Params) -> Params:
         """Returns the numbers that the blocks decode to; what is not rounded is float32."""
@@ -1312,8 +1163,8 @@ class RoundedSum(Rounded):
         """
         changes, scales = _flatten(masters), _flatten(kept)
         given, pulled, rounded = _flatten(grads), {}, dict(self.types)
-        assert self.of.lora is not None
-        for path in self.of.lora.targets:
+        assert self.lora is not None
+        for path in self.lora.targets:
             parts = []
             for dtype, layers in parts_by_type(rounded.get(path, ("",))):
 
@@ -1322,7 +1173,7 @@ class RoundedSum(Rounded):
                     if dtype:
                         y = decode_fields(encode_fields(x, dtype, scales), dtype)
                         g = _stop_outwards(dtype, scales, g, x, y)
-                    return self.of.pull_one(g, a, b)
+                    return self.pull_one(g, a, b)
 
                 arrays = given[path], changes[*path, "a"], changes[*path, "b"]
                 of = scales.get((*path, dtype)), *(_take(x, layers) for x in arrays)
@@ -1352,7 +1203,7 @@ class RoundedSum(Rounded):
         made: dict[tuple[str, ...], Any] = {}
         for path, leaf in _flatten(base).items():
             if path not in rounded:
-                made[path] = self.of.add(path, leaf, changes)
+                made[path] = self.add(path, leaf, changes)
                 continue
             parts = []
             for dtype, layers in parts_by_type(rounded[path]):
@@ -1370,20 +1221,17 @@ class RoundedSum(Rounded):
         given: tuple[Params, Params],
         parts: Any,
     ) -> Any:
-        """Calls a function of a matrix's numbers, float32, and of `parts`, for a layer at a time.
-
-        `given` are base and masters; `parts` are arrays of these layers, stacked, as results are.
-        """
+        """See `Rounded`; adds up a layer at a time."""
         base, masters = given
         leaf, changes = _flatten(base)[path], _flatten(masters)
         if path[0] not in STACKS:
-            return function(self.of.add(path, leaf, changes), parts)
+            return function(self.add(path, leaf, changes), parts)
         own = {name: x for name, x in changes.items() if name[:-1] == path}
 
         def run(one: tuple[Array, Any]) -> Any:
             place, parts = one
             change = {name: x[place][None] for name, x in own.items()}
-            numbers = self.of.add(path, read_layer(leaf, place)[None], change)
+            numbers = self.add(path, read_layer(leaf, place)[None], change)
             found = function(numbers, jax.tree.map(lambda x: x[None], parts))
             return jax.tree.map(lambda x: x[0], found)
 
@@ -1396,6 +1244,70 @@ class RoundedSum(Rounded):
         rounded = dict(Rounded(self.text).choose_types(student.spec).types)
         cast = {p: _cast_shapes(x, compute) if p in rounded else x for p, x in flat.items()}
         return unflatten_dict(cast)
+
+    def list_frozen(self, base: Params, masters: Params) -> frozenset[str]:
+        """Lists all paths except the matrices that have adapters."""
+        assert self.lora is not None
+        seen = jax.eval_shape(self.add_up, base, masters)
+        adapted = {"/".join(path) for path in self.lora.targets}
+        return frozenset(path for path in list_paths(seen) if path not in adapted)
+
+    def add_up(self, base: Params, masters: Params) -> Params:
+        """Adds the changes to the base's numbers, all at once."""
+        changes = _flatten(masters)
+        flat = {path: self.add(path, leaf, changes) for path, leaf in _flatten(base).items()}
+        return unflatten_dict(flat)
+
+    def add(self, path: tuple[str, ...], leaf: Any, changes: Mapping[Any, Array]) -> Array:
+        """Adds a matrix's change to its numbers, float32, with equal bits on every backend."""
+        assert self.lora is not None
+        numbers = read_numbers(leaf).astype(jnp.float32)
+        if path not in self.lora.targets:
+            return numbers
+        return add_change(numbers, changes[*path, "a"], changes[*path, "b"], self.lora.scale)
+
+    def pull_one(self, g: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        """Computes scale B^T G for A and scale G A^T for B, with the gradient G of matrices."""
+        assert self.lora is not None
+        g = self.lora.scale * g.astype(jnp.float32)
+        precision = jax.lax.Precision.HIGHEST
+        of_a = jnp.einsum("lor,loi->lri", b, g, precision=precision)
+        return of_a, jnp.einsum("loi,lri->lor", g, a, precision=precision)
+
+    def spread(self, base: Params, masters: Params, mesh: Mesh) -> Any:
+        """Returns shardings by the rules of dense parameters."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), base)
+        seen = jax.eval_shape(self.add_up, shapes, self._shape_masters(shapes))
+        return parameter_shardings(seen, mesh)
+
+    def _shape_masters(self, base: Params) -> Params:
+        assert self.lora is not None
+        flat, shapes = _flatten(base), {}
+        for path in self.lora.targets:
+            layers, outer, inner = flat[path].shape
+            for part, shape in (("a", (self.lora.rank, inner)), ("b", (outer, self.lora.rank))):
+                shapes[*path, part] = jax.ShapeDtypeStruct((layers, *shape), jnp.float32)
+        return unflatten_dict(shapes)
+
+    def send_as(self, dtype: DTypeLike | None) -> DTypeLike | None:
+        """Returns the dtype of the products."""
+        return dtype
+
+    def base_dtype(self, compute: DTypeLike) -> DTypeLike:
+        """Returns float32: an export adds the changes to the exact numbers of the file."""
+        return "float32"
+
+    def _loops(self, compute: Compute) -> bool:
+        return compute.scan
+
+    def count_flops(self, spec: ArchSpec, length: int, trained: float) -> float:
+        """Counts a full fine-tune: gradients of matrices are formed."""
+        return Form.count_flops(self, spec, length, 1.0)
+
+    def shape_gradients(self, student: Checkpoint, compute: DTypeLike) -> Params:
+        """Shapes of the adapted matrices: their gradients make the gradients of A and B."""
+        shapes = _flatten(_cast_shapes(functional(student.spec, Compute())[1], compute))
+        return unflatten_dict({path: shapes[path] for path in self.choose_lora(student).targets})
 
 
 def _join_layers(parts: Sequence[tuple[tuple[int, ...] | None, Array]]) -> Array:
@@ -1452,7 +1364,7 @@ def form_of(student: StudentConfig) -> Form:
     if not student.quantize:
         return Adapters(asked=student.lora) if student.lora.rank else PLAIN
     if student.lora.rank:
-        return RoundedSum(student.quantize, student.imatrix, MergedAdapters(asked=student.lora))
+        return RoundedSum(student.quantize, student.imatrix, asked=student.lora)
     return Rounded(student.quantize, student.imatrix, start=student.start)
 
 
