@@ -149,8 +149,8 @@ _decode, _join = jax.jit(PackedMatrix.decode), jax.jit(join_rows)
 
 
 @jax.jit
-def _count_odd(numbers: PackedMatrix | jax.Array | np.ndarray) -> jax.Array:
-    """Counts numbers that are not finite."""
+def _count_odd(numbers: Any) -> jax.Array:
+    """Counts what is not finite, of numbers, bf16 bits or a `PackedMatrix`."""
     decoded = numbers.decode() if isinstance(numbers, PackedMatrix) else from_bits(numbers)
     return jnp.sum(~jnp.isfinite(decoded))
 

@@ -131,7 +131,7 @@ def _as_type(name: str, column: Any) -> Any:
     if name in _WEIGHTS:
         column = column.astype(np.float32) if column.dtype != np.float32 else column
         # One that is not finite makes all numbers of the student NaN; one below 0 lets a step climb
-        # the loss, and takes from the count that divides.
+        # the loss there.
         good = not isinstance(column, np.ndarray) or (np.isfinite(column) & (column >= 0)).all()
         if not good:
             raise UserError(
