@@ -94,7 +94,9 @@ def test_the_command_measures_what_export_then_weighs_by(models, tmp_path, capsy
 def test_a_place_that_takes_no_file_is_refused_before_the_model_reads(
     models, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(imatrix, "sum_squares", lambda *_: pytest.fail("the model reads"))
+    monkeypatch.setattr(
+        imatrix, "measure_importance", lambda *_, **__: pytest.fail("the model reads")
+    )
     (tmp_path / "a.py").write_text("def f(x):\n    return x\n" * 99)
     where = [str(models / "student.gguf"), f"--data={tmp_path}/a.py", "--seq-len=32"]
     assert imatrix.main([*where, f"--out={tmp_path}/a.py/im.gguf"]) == 2

@@ -27,8 +27,7 @@ from kdjax.evaluation.heldout import read_text
 from kdjax.evaluation.target import open_target
 from kdjax.export.staging import check_sources, check_target
 from kdjax.formats.files import make_place
-from kdjax.formats.imatrix import write_importance
-from kdjax.models.importance import sum_squares
+from kdjax.models.importance import measure_importance
 from kdjax.progress import counted
 
 
@@ -72,7 +71,9 @@ def main(argv: list[str] | None = None) -> int:
         for start in counted(range(0, len(tokens), args.batch_size), "batches read"):
             yield tokens[start : start + args.batch_size]
 
-    sums, count = sum_squares(model, batches())
-    write_importance(args.out, sums, count, datasets=[args.data], chunk_size=args.seq_len)
-    print(f"{args.out}: {len(sums)} matrices, {count:,} positions")
+    texts, size = [args.data], args.seq_len
+    matrices, count = measure_importance(
+        args.out, model, batches(), datasets=texts, chunk_size=size
+    )
+    print(f"{args.out}: {matrices} matrices, {count:,} positions")
     return FINISHED

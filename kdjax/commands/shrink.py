@@ -69,7 +69,7 @@ from kdjax.export.formats import count_gguf_bytes
 from kdjax.export.staging import check_sources, check_target, stage
 from kdjax.export.weights import check_finite
 from kdjax.formats.files import bad, load_json, make_place, replacing
-from kdjax.formats.imatrix import hash_importance, write_importance
+from kdjax.formats.imatrix import hash_importance
 from kdjax.formats.locks import holding
 from kdjax.formats.recipes import RECIPES
 from kdjax.formats.saved import CHECKPOINTS, saved_steps
@@ -79,7 +79,7 @@ from kdjax.models.adapters import choose_lora
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint, open_step, tie_head
 from kdjax.models.decoding import count_slots
-from kdjax.models.importance import sum_squares
+from kdjax.models.importance import measure_importance
 from kdjax.models.loading import count_parameters
 from kdjax.models.mixture import Mixture, count_weights, list_matrices, list_single_matrices
 from kdjax.models.model import Model, load_model
@@ -346,9 +346,10 @@ class _Work:
             return ""
         if not self.importance.exists():
             batches = (batch["tokens"] for batch in self.read_training())
-            sums, count = sum_squares(self.load(), batches)
-            name, size = self.args.text, self.args.seq_len
-            write_importance(self.importance, sums, count, datasets=[name], chunk_size=size)
+            texts, size = [self.args.text], self.args.seq_len
+            measure_importance(
+                self.importance, self.load(), batches, datasets=texts, chunk_size=size
+            )
         return str(self.importance)
 
     def spread(self, imatrix: str) -> dict[tuple[str, ...], np.ndarray]:

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,15 +43,6 @@ _CHUNK = 1024  # positions whose logits exist at a time
 _ELEMENTS = 1 << 24  # numbers rounded at a time
 _SAVE_SECONDS = 10.0  # between two writes of the file
 FORMAT = 1
-
-
-@runtime_checkable
-class Weights(Protocol):
-    """Looks up importances or Hessians, of the inputs of a parameter."""
-
-    def get(self, path: tuple[str, ...], /) -> Any:
-        """None if nothing is known."""
-        ...
 
 
 class Figures(NamedTuple):
@@ -206,7 +197,7 @@ def round_params(
     return unflatten_dict(flat)
 
 
-def list_swaps(
+def _list_swaps(
     spec: ArchSpec,
 ) -> dict[tuple[tuple[str, ...], ...], list[tuple[str, Sequence[Part]]]]:
     """Tensors by the parameters that they are made of: the order in which they are measured."""
@@ -218,7 +209,7 @@ def list_swaps(
 
 def measure_costs(
     comparison: Comparison,
-    importance: Weights,
+    importance: Mapping[tuple[str, ...], np.ndarray],
     known: Mapping[str, Mapping[str, float]] | None = None,
     save: Callable[[dict[str, dict[str, float]]], None] = lambda costs: None,
     types: Callable[[Sequence[Part]], Sequence[str]] = list_types,
@@ -226,8 +217,8 @@ def measure_costs(
 ) -> dict[str, dict[str, float]]:
     """Measures the KL in nats of each tensor in each of its types, by name; goes on from `known`.
 
-    `save` gets all costs every ten seconds and at the end. The model must be dense. `rounding` gets
-    a stack, a type and what `importance` has for the parameter: by default `round_matrices`.
+    `save` gets all costs every ten seconds and at the end. The model must be dense.
+    `importance` is as of `forms.spread_importance`; `rounding` is as `round_matrices`.
     """
     spec = comparison.model.spec
     assert spec is not None
@@ -235,14 +226,14 @@ def measure_costs(
     costs = {name: dict(found) for name, found in (known or {}).items()}
     rounds = [
         (paths, dtype, [x for x in tensors if dtype not in costs.get(x[0], {})])
-        for paths, tensors in list_swaps(spec).items()
+        for paths, tensors in _list_swaps(spec).items()
         for dtype in types(tensors[0][1])
     ]
     waiting: list[tuple[str, str, list[Array]]] = []
     swaps = [(x, y, z) for x, y, z in rounds if z and x[0] in flat]
     for _, dtype, tensors in (x for x in rounds if x[0][0] not in flat):  # a block that drafts
         costs |= {name: {dtype: 0.0} for name, _ in tensors}
-    saved, rounded = time.monotonic(), {}
+    saved = time.monotonic()
     total = sum(len(tensors) for _, _, tensors in swaps)
     steps = iter(counted(range(total), "matrices exchanged"))
     for paths, dtype, tensors in swaps:

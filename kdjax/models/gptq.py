@@ -29,28 +29,21 @@ from kdjax.progress import counted
 
 # int32 columns [B, T] of each batch: `tokens`, `segment_ids` and `positions`, others are not read.
 Batches = Sequence[Mapping[str, np.ndarray]]
-DAMP = 0.01  # share of the mean of the Hessian's diagonal that is added to the diagonal
+_DAMP = 0.01  # share of the mean of the Hessian's diagonal that is added to the diagonal
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "columns"))
+@functools.partial(jax.jit, static_argnames="dtype")
 def round_matrix(
-    w: Float[Array, "out n"],
-    hessian: Float[Array, "n n"],
-    dtype: str,
-    damp: float | Array = DAMP,
-    *,
-    columns: bool = True,
+    w: Float[Array, "out n"], hessian: Float[Array, "n n"], dtype: str
 ) -> tuple[Array, Scales, Array]:
     """Returns masters `[out, n]`, the scales of their blocks, and the rounded numbers.
 
-    `hessian` is the sum of outer products of the inputs. With `columns` what a column loses is made
-    up for within its block, too; without it only by later blocks, whose masters have no other
-    scales than those that a search finds.
+    `hessian` is the sum of outer products of the inputs.
     """
     size, (rows, width) = BLOCKS[dtype].elements, w.shape
     w, diagonal = w.astype(jnp.float32), jnp.diagonal(hessian)
     dead = diagonal == 0
-    damped = hessian + jnp.diag(jnp.where(dead, 1.0, damp * jnp.mean(diagonal)))
+    damped = hessian + jnp.diag(jnp.where(dead, 1.0, _DAMP * jnp.mean(diagonal)))
     lower = jax.scipy.linalg.cho_factor(damped, lower=True)
     inverse = jax.scipy.linalg.cho_solve(lower, jnp.eye(width))
     upper = jnp.linalg.cholesky(inverse).T  # U^T U is the inverse
@@ -62,10 +55,8 @@ def round_matrix(
         weights = jax.lax.dynamic_slice(importance, (start,), (size,))
         scales = fit_rows(part, dtype, jnp.broadcast_to(weights, part.shape))
         own = jax.lax.dynamic_slice(upper, (start, start), (size, size))
-        masters, lost = _round_columns(part, own, dtype, scales) if columns else (part, None)
+        masters, lost = _round_columns(part, own, dtype, scales)
         rounded = decode_fields(encode_fields(masters, dtype, scales), dtype)
-        if lost is None:
-            lost = _divide_by_upper(part - rounded, own)
         later = jax.lax.dynamic_slice(upper, (start, 0), (size, width))
         later = jnp.where(jnp.arange(width)[None] >= start + size, later, 0.0)
         w = w - jnp.matmul(lost, later, precision=jax.lax.Precision.HIGHEST)
@@ -159,42 +150,8 @@ class _Walk:
         self.states = [run_layer(alone, params, 0, x, *columns) for x, columns in pairs]
 
 
-class Hessians:
-    """Hessians of the matrices of all layers, on the states of the model's own layers.
-
-    They are summed when they are read, one parameter's at a time.
-    """
-
-    def __init__(self, model: Model, batches: Batches):
-        self._model, self._batches = model, batches
-        self._path: tuple[str, ...] = ()
-
-    def get(self, path: tuple[str, ...]) -> Array | None:
-        """float32 `[layers, inputs, inputs]`; None for embedding and head."""
-        if path[0] not in STACKS:
-            return None
-        if path != self._path:
-            walk, found = _Walk(self._model, self._batches), []
-            for index in range(len(walk.flat[path])):
-                layer = walk.layer(index)
-                found.append(walk.sum_hessians(index, layer, [path])[path])
-                walk.step(index, layer)
-            self._path, self._sums = path, jnp.stack(found)
-        return self._sums
-
-
-def round_stack(x: Array, dtype: str, hessians: Array) -> Array:
-    """Rounds a stack of matrices `[layers, out, n]` by their Hessians, each layer alone."""
-    return jnp.stack([round_matrix(*pair, dtype)[2] for pair in zip(x, hessians, strict=True)])
-
-
 def round_layers(
-    model: Model,
-    batches: Batches,
-    mixture: Mixture,
-    damp: float = DAMP,
-    *,
-    columns: bool = True,
+    model: Model, batches: Batches, mixture: Mixture
 ) -> tuple[Params, dict[tuple[str, ...], Any]]:
     """Rounds the matrices of all layers, one layer after the other, on text.
 
@@ -210,7 +167,7 @@ def round_layers(
         layer = walk.layer(index)
         hessians = walk.sum_hessians(index, layer, list(types))
         for path, kinds in types.items():
-            made = round_matrix(layer[path][0], hessians[path], kinds[index], damp, columns=columns)
+            made = round_matrix(layer[path][0], hessians[path], kinds[index])
             found[path].append(made[:2])
             layer[path] = made[2][None].astype(layer[path].dtype)
         walk.step(index, layer)

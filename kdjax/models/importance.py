@@ -1,6 +1,7 @@
 """Importance of a matrix's inputs: sums of their squares over a text, as in llama-imatrix."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Int
 
 from kdjax.errors import UserError
+from kdjax.formats.imatrix import write_importance
 from kdjax.models import names
 from kdjax.models.arch import STACKS
 from kdjax.models.decoder import Params
@@ -69,3 +71,20 @@ def sum_squares(
             "expected numbers. Its weights are damaged: `kdjax evaluate` says where."
         )
     return found, count
+
+
+def measure_importance(
+    path: str | os.PathLike[str],
+    model: Model,
+    batches: Iterable[Int[np.ndarray, "_ T"]],
+    *,
+    datasets: Sequence[str],
+    chunk_size: int,
+) -> tuple[int, int]:
+    """Writes what `sum_squares` finds, by `write_importance`; returns the matrices and positions.
+
+    `datasets` and `chunk_size`, positions a row, are noted in the file.
+    """
+    sums, count = sum_squares(model, batches)
+    write_importance(path, sums, count, datasets=datasets, chunk_size=chunk_size)
+    return len(sums), count

@@ -1,4 +1,4 @@
-"""Chosen types against the recipes at equal bytes: untrained, begun by Hessians, and trained.
+"""Chosen types against the recipes at equal bytes: untrained, begun by GPTQ, and trained.
 
     python -m scripts.bench.mixtures --model=1.5b.gguf --text=python:jax,flax --out=runs/mixtures \
         --reference-steps=100 --train='q2_k:120;q3_k_m:60'
@@ -8,16 +8,14 @@ types. To each is added uniform noise as wide as a step of its group's scale, an
 `--reference-steps` steps towards the published model heal what this costs; its KL from there is
 printed. Then, on rows of the text: importance, costs of each matrix in each type, and for each of
 `--recipes` the recipe's types and the chosen ones of no more bytes, each rounded with importance,
-those of `--ggml` also by ggml's encoders, as llama-quantize does, and those of `--hessians` by
-GPTQ, with columns and by blocks alone, and with `--hessian-costs` the types chosen by costs that
-GPTQ's rounding has. With `--wider` types that kdjax
-does not write are measured, too, and chosen from in further rows, rounded by ggml's own encoder
-(`scripts.bench.ggml`): `--wider=IQ2_S,IQ3_XXS,IQ3_S`. `--train` trains the chosen types, with
-`--both` also the recipe's, for seconds, from the masters of `--start`. KL and agreement are from
-the reference, on held-out rows that no cost was measured on. Each row is a line of
-OUT/results.jsonl at once; OUT/costs.json, OUT/types-RECIPE.txt and, with `--files`, the reference
-as OUT/reference.gguf (BF16) stay. A later call takes that reference, and goes on with the rows that
-are not there. No arm begins that `--limit` seconds leave no time for.
+those of `--ggml` also by ggml's encoders, as llama-quantize does, and those of `--gptq` by GPTQ.
+With `--wider` types that kdjax does not write are measured, too, and chosen from in further rows,
+rounded by ggml's own encoder (`scripts.bench.ggml`): `--wider=IQ2_S,IQ3_XXS,IQ3_S`. `--train`
+trains the chosen types, with `--both` also the recipe's, for seconds, from the masters of
+`--start`. KL and agreement are from the reference, on held-out rows that no cost was measured on.
+Each row is a line of OUT/results.jsonl at once; OUT/costs.json, OUT/types-RECIPE.txt and, with
+`--files`, the reference as OUT/reference.gguf (BF16) stay. A later call takes that reference, and
+goes on with the rows that are not there. No arm begins that `--limit` seconds leave no time for.
 Exit status: 0 done, 2 bad input.
 """
 
@@ -52,11 +50,10 @@ from kdjax.evaluation.costs import (
     round_params,
 )
 from kdjax.formats.blocks import BLOCKS, fit_rows
-from kdjax.formats.imatrix import write_importance
 from kdjax.formats.kquants import ENCODERS
 from kdjax.models.decoder import DecoderFunctions, functional
-from kdjax.models.gptq import DAMP, Hessians, round_layers, round_stack
-from kdjax.models.importance import sum_squares
+from kdjax.models.gptq import round_layers
+from kdjax.models.importance import measure_importance
 from kdjax.models.mixture import Mixture, Part, list_matrices, list_single_matrices
 from kdjax.models.model import Model
 from kdjax.training.forms import Rounded, spread_importance
@@ -72,8 +69,8 @@ class Arm(NamedTuple):
 
     name: str
     recipe: str
-    choice: str  # recipe, chosen, wider, by Hessians
-    how: str  # importance, ggml, blocks, columns, trained
+    choice: str  # recipe, chosen, wider
+    how: str  # importance, ggml, gptq, trained
     seconds: float = 0.0
 
 
@@ -82,10 +79,8 @@ def _list_arms(args: argparse.Namespace) -> Iterator[Arm]:
     ways = [("importance", args.recipes, (*both, "wider") if args.wider else both)]
     if args.ggml:
         ways += [("ggml", args.ggml, both)]
-    if args.hessians:
-        ways += [("columns", args.hessians, both), ("blocks", args.hessians, both)]
-    if args.hessian_costs:
-        ways += [("columns", args.hessian_costs, ("hessians",))]
+    if args.gptq:
+        ways += [("gptq", args.gptq, both)]
     for how, recipes, choices in ways:
         for recipe, choice in itertools.product(recipes.split(","), choices):
             yield Arm(f"{recipe} {choice} {how}", recipe, choice, how)
@@ -225,9 +220,8 @@ class Bench:
         path = self.args.out / "importance.gguf"
         if not path.exists():
             tokens = (batch["tokens"] for batch in self.read_training(self.args.imatrix_rows))
-            sums, count = sum_squares(self.exact, tokens)
-            size = self.args.seq_len
-            write_importance(path, sums, count, datasets=[self.args.text], chunk_size=size)
+            texts, size = [self.args.text], self.args.seq_len
+            measure_importance(path, self.exact, tokens, datasets=texts, chunk_size=size)
         self.say("importance")
         return str(path)
 
@@ -260,25 +254,6 @@ class Bench:
         print(f"{count} costs in {time.monotonic() - began:.1f} s", flush=True)
         return costs
 
-    @functools.cached_property
-    def costs_by_hessians(self) -> Any:
-        """Costs of all matrices rounded by GPTQ, each alone, with the columns of its block."""
-
-        def rounding(x: Any, dtype: str, hessians: Any = None) -> Any:
-            return round_matrices(x, dtype) if hessians is None else round_stack(x, dtype, hessians)
-
-        file = CostFile(self.args.out / "costs-hessians.json", self.made_of)
-        hessians, began = Hessians(self.exact, self.hessian_batches), time.monotonic()
-        comparison: Any = Comparison(self.exact, self.cost_batches)
-        found = measure_costs(comparison, hessians, file.read(), file.write, list_types, rounding)
-        self.say(f"costs by Hessians in {time.monotonic() - began:.1f} s")
-        return found
-
-    @property
-    def hessian_batches(self) -> list[dict[str, np.ndarray]]:
-        """Rows that Hessians are summed on."""
-        return list(self.read_training(self.args.hessian_rows))
-
     def read_training(self, rows: int) -> Iterator[dict[str, np.ndarray]]:
         """Reads batches of 8 of these rows that train."""
         source = TextSource(self.rows.train, batch_size=8, seed=0)
@@ -303,7 +278,7 @@ class Bench:
             count_padded(parts, recipe.tensors[name])
             for name, parts in list_matrices(self.spec).items()
         )
-        costs = self.costs_by_hessians if arm.choice == "hessians" else self.costs
+        costs = self.costs
         if arm.choice == "chosen":
             given = {name: list_types(parts) for name, parts in list_matrices(self.spec).items()}
             costs = {name: {x: costs[name][x] for x in types} for name, types in given.items()}
@@ -328,7 +303,7 @@ class Bench:
             params, trained = self.train(arm, mixture)
             found |= trained
         else:
-            masters, kept = self.begin(mixture, columns=arm.how == "columns")
+            masters, kept = self.begin(mixture)
             params = self._see(self._form(mixture), masters, kept)
         figures = self.comparison.measure(params)
         memory = jax.local_devices()[0].memory_stats() or {}
@@ -341,15 +316,14 @@ class Bench:
         imatrix = self.imatrix if mixture.searches else ""
         return Rounded(str(file), imatrix).choose_types(self.spec)
 
-    def begin(self, mixture: Mixture, *, columns: bool) -> tuple[Any, Any]:
-        """Masters and scales by Hessians; embedding and head get the exporter's search."""
+    def begin(self, mixture: Mixture) -> tuple[Any, Any]:
+        """Masters and scales by GPTQ; embedding and head get the exporter's search."""
         began = time.monotonic()
-        masters, scales = round_layers(
-            self.exact, self.hessian_batches, mixture, self.args.damp, columns=columns
-        )
+        rows = list(self.read_training(self.args.gptq_rows))
+        masters, scales = round_layers(self.exact, rows, mixture)
         kept = self._form(mixture).complete(masters, scales)
         jax.block_until_ready(masters)
-        print(f"Hessians: {time.monotonic() - began:.1f} s", flush=True)
+        print(f"GPTQ: {time.monotonic() - began:.1f} s", flush=True)
         return masters, kept
 
     def _see(self, form: Rounded, masters: Any, kept: Any) -> Any:
@@ -365,7 +339,7 @@ class Bench:
         )
         state: Any = step.init(self.student.params)
         if args.start != "plain":
-            masters, kept = self.begin(mixture, columns=args.start == "columns")
+            masters, kept = self.begin(mixture)
             # The step donates its state: others keep what the masters share with the reference.
             state = state.replace(params=jax.tree.map(jnp.copy, masters), kept=kept)
             del masters, kept
@@ -392,18 +366,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--reference-steps", type=int, default=100)
     parser.add_argument("--reference-rate", type=float, default=1e-5)
-    parser.add_argument(
-        "--hessians", default="", metavar="RECIPES", help="round these by GPTQ, too"
-    )
-    parser.add_argument(
-        "--hessian-costs", default="", metavar="RECIPES", help="choose by GPTQ's costs, too"
-    )
+    parser.add_argument("--gptq", default="", metavar="RECIPES", help="round by GPTQ, too")
     parser.add_argument("--ggml", default="", metavar="RECIPES", help="round by ggml, too")
-    parser.add_argument("--hessian-rows", type=int, default=64)
-    parser.add_argument("--damp", type=float, default=DAMP, help="share of the mean diagonal")
+    parser.add_argument("--gptq-rows", type=int, default=64)
     parser.add_argument("--train", default="", metavar="RECIPE:SECONDS;...")
     parser.add_argument("--both", action="store_true", help="train the recipe's types, too")
-    parser.add_argument("--start", default="plain", choices=("plain", "blocks", "columns"))
+    parser.add_argument("--start", default="plain", choices=("plain", "gptq"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", action="store_true", help="write reference and trained files")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of this call")

@@ -42,8 +42,7 @@ from kdjax.data.rows import Rows
 from kdjax.device import runtime
 from kdjax.errors import UserError, reporting
 from kdjax.formats.blocks import is_cut
-from kdjax.formats.imatrix import write_importance
-from kdjax.models.importance import sum_squares
+from kdjax.models.importance import measure_importance
 from kdjax.models.model import Model
 from kdjax.training.forms import Rounded
 from kdjax.training.heldout import held_out
@@ -247,8 +246,8 @@ class Bench:
             rows = TextSource(self.rows.train, batch_size=args.batch_size, seed=0)
             batches = -(-args.imatrix_rows // args.batch_size)
             tokens = (rows.next(None)["tokens"] for _ in range(batches))
-            sums, count = sum_squares(student, tokens)
-            write_importance(path, sums, count, datasets=[args.text], chunk_size=args.seq_len)
+            texts, size = [args.text], args.seq_len
+            measure_importance(path, student, tokens, datasets=texts, chunk_size=size)
         return str(path)
 
     def judge(self, step: Step, teacher: Model, params: Any) -> dict[str, float]:
