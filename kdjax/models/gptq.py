@@ -7,7 +7,7 @@ masters to train from: with these scales they round to the same blocks.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -109,47 +109,6 @@ def suits(spec: ArchSpec) -> bool:
     return not (spec.experts or spec.places(delta=True) or spec.drafts)
 
 
-class _Walk:
-    """The layers of a dense model, one after the other, on text.
-
-    Raises `UserError` for a model with experts or delta layers.
-    """
-
-    def __init__(self, model: Model, batches: Batches):
-        spec, functions = model.spec, model.functions
-        if spec is None or not suits(spec):
-            raise UserError(
-                f"{model.name}: found experts, delta layers or a block that drafts; expected a "
-                "dense model. Leave the start by Hessians out."
-            )
-        assert isinstance(functions, DecoderFunctions)
-        self.model = model
-        self.flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
-        self.others = {path: leaf for path, leaf in self.flat.items() if path[0] not in STACKS}
-        self.columns = [
-            (jnp.asarray(batch["segment_ids"]), jnp.asarray(batch["positions"]))
-            for batch in batches
-        ]
-        embed = jax.jit(functions.embed_tokens)
-        self.states = [embed(model.params, jnp.asarray(batch["tokens"])) for batch in batches]
-
-    def layer(self, index: int) -> dict[tuple[str, ...], Array]:
-        """The parameters of one layer, in stacks of one."""
-        stacks = {path: leaf for path, leaf in self.flat.items() if path[0] in STACKS}
-        return {path: leaf[index : index + 1] for path, leaf in stacks.items()}
-
-    def sum_hessians(self, index: int, layer: dict[Any, Array], paths: list[Any]) -> dict[Any, Any]:
-        """Hessians of a layer's matrices, on what the layers before it made of the text."""
-        alone = cut_layer(self.model, index)
-        return _sum_hessians(alone, self.others | layer, paths, self.states, self.columns)
-
-    def step(self, index: int, layer: dict[Any, Array]) -> None:
-        """Lets the text pass a layer."""
-        alone, params = cut_layer(self.model, index), unflatten_dict(self.others | layer)
-        pairs = zip(self.states, self.columns, strict=True)
-        self.states = [run_layer(alone, params, 0, x, *columns) for x, columns in pairs]
-
-
 def round_layers(
     model: Model, batches: Batches, mixture: Mixture
 ) -> tuple[Params, dict[tuple[str, ...], Any]]:
@@ -160,18 +119,32 @@ def round_layers(
     its scales, as `training.forms.Rounded` stores them. Raises `UserError` for a model with experts
     or delta layers.
     """
-    walk = _Walk(model, batches)
+    spec, functions = model.spec, model.functions
+    if spec is None or not suits(spec):
+        raise UserError(
+            f"{model.name}: found experts, delta layers or a block that drafts; expected a dense "
+            "model, whose layers GPTQ rounds one by one. Leave GPTQ out."
+        )
+    assert isinstance(functions, DecoderFunctions)
+    flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
+    stacks = {path: leaf for path, leaf in flat.items() if path[0] in STACKS}
+    others = {path: leaf for path, leaf in flat.items() if path[0] not in STACKS}
+    columns = [(jnp.asarray(x["segment_ids"]), jnp.asarray(x["positions"])) for x in batches]
+    embed = jax.jit(functions.embed_tokens)
+    states = [embed(model.params, jnp.asarray(batch["tokens"])) for batch in batches]
     types = {path: kinds for path, kinds in mixture.types if path[0] in STACKS}
     found: dict[tuple[str, ...], list[Any]] = {path: [] for path in types}
-    for index in counted(range(mixture.spec.num_layers), "layers rounded"):
-        layer = walk.layer(index)
-        hessians = walk.sum_hessians(index, layer, list(types))
+    for index in counted(range(spec.num_layers), "layers rounded"):
+        alone = cut_layer(model, index)
+        layer = {path: leaf[index : index + 1] for path, leaf in stacks.items()}
+        hessians = _sum_hessians(alone, others | layer, tuple(types), states, columns)
         for path, kinds in types.items():
             made = round_matrix(layer[path][0], hessians[path], kinds[index])
             found[path].append(made[:2])
             layer[path] = made[2][None].astype(layer[path].dtype)
-        walk.step(index, layer)
-    flat = walk.flat
+        params = unflatten_dict(others | layer)
+        pairs = zip(states, columns, strict=True)
+        states = [run_layer(alone, params, 0, x, *pair) for x, pair in pairs]
     kept: dict[tuple[str, ...], Any] = {}
     for path, rows in found.items():
         flat[path] = jnp.stack([masters for masters, _ in rows])
@@ -206,14 +179,14 @@ def _measure(
 def _sum_hessians(
     functions: DecoderFunctions,
     flat: dict[tuple[str, ...], Any],
-    paths: Iterable[tuple[str, ...]],
+    paths: tuple[tuple[str, ...], ...],
     states: Sequence[Array],
     columns: Sequence[tuple[Array, Array]],
 ) -> dict[tuple[str, ...], Array]:
     """Sums of outer products of the inputs of a layer's matrices, `[inputs, inputs]`."""
     total: Any = None
     for x, others in zip(states, columns, strict=True):
-        new = _measure(functions, tuple(paths), unflatten_dict(flat), x, *others)
+        new = _measure(functions, paths, unflatten_dict(flat), x, *others)
         total = new if total is None else jax.tree.map(jnp.add, total, new)
     return {path: x[0] for path, x in total.items()}
 
