@@ -944,6 +944,8 @@ def _say_odd(value: Any, default: Any) -> str:
 
 def check_fields(config: Config) -> None:
     """Raises one `UserError` that lists unknown fields, and every value of a wrong type."""
+    if not isinstance(config, Config):
+        raise UserError(f"found {type(config).__name__} as the config; expected a kdjax.Config.")
     if problems := _list_odd_fields(config, Config(), ""):
         raise UserError(_refusal(problems))
 

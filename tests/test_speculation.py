@@ -223,8 +223,10 @@ def test_sampled_text_has_the_distribution_of_plain_sampling(models):
     assert any(c.drafted.accepted for c in got) and any(not c.drafted.accepted for c in got)
 
 
-def test_what_cannot_draft_is_refused(models):
+def test_what_cannot_draft_is_refused(models, types_unchecked):
     big, small = both(models)
+    with pytest.raises(UserError, match=r"found str as the draft; expected a kdjax\.Model"):
+        big.generate([[1]], draft="draft.gguf", max_tokens=2)
     for bad in (0, 65):
         with pytest.raises(UserError, match="drafts a pass; expected 1 to 64"):
             big.generate([[1]], draft=small, draft_tokens=bad, max_tokens=2)

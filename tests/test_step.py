@@ -16,6 +16,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from quick import cases
+from test_user_code import Bigram
 
 import kdjax
 from kdjax.config import OptimConfig
@@ -576,12 +577,41 @@ def test_a_step_refuses_a_model_where_it_wants_arrays(wrap, types_unchecked):
         ({"optimizer": 1e-4}, "found optimizer=0.0001; expected an optax.GradientTr"),
         ({"microbatches": 0}, "found microbatches=0; expected 1 or more"),
         ({"chunk_tokens": 0}, "found chunk_tokens=0; expected 1 or more"),
+        ({"microbatches": 1.5}, "found microbatches=1.5; expected a whole number"),
+        ({"student": "s.gguf"}, "found str as the student; expected a kdjax.Model, as kdjax.load"),
+        ({"teacher": {}, "loss": kdjax.KDLoss(alpha=1)}, "found dict as the teacher; expected a"),
+        ({"kind": kdjax.TeacherInBatch}, r"found kind=<class .*>; expected one such as kdjax.Te"),
     ],
 )
 def test_what_makes_no_step_is_refused(given, message, types_unchecked):
-    parts = {"loss": kdjax.KDLoss(alpha=1), "optimizer": optax.sgd(1.0)} | given
+    module = kdjax.Model.from_module(Bigram(8))
+    parts = {"loss": kdjax.KDLoss(alpha=1), "optimizer": optax.sgd(1.0), "student": module}
     with pytest.raises(UserError, match=message):
-        kdjax.make_step(object(), None, **parts)
+        kdjax.make_step(**{"teacher": None} | parts | given)
+
+
+def test_what_is_no_state_or_model_is_refused(types_unchecked, tmp_path):
+    """Arrays or a path where the library needs the state, the step, the model or the config."""
+    built, path = build(), tmp_path / "x"
+    for call, found in (
+        (lambda: built.step(built.state.params, built.teacher, batch()), "dict as the state"),
+        (lambda: built.step.evaluate({}, built.teacher, [batch()]), "dict as the state"),
+        (lambda: kdjax.save_state(path, {}), "dict as the state"),
+        (lambda: kdjax.load_state(path, None), "step=None; expected what kdjax.make_step"),
+        (lambda: kdjax.distill("demo", path), "str as the config; expected a kdjax.Config"),
+        (lambda: kdjax.export_gguf(built.state, path), "TrainState as the model"),
+        (lambda: kdjax.export_hf("s.gguf", path), "str as the model"),
+        (lambda: kdjax.export_peft("s.gguf", path), "str as the model"),
+        (lambda: kdjax.add_lora("s.gguf", rank=1), "str as the model"),
+        (lambda: kdjax.merge_lora("s.gguf"), "str as the model"),
+        (lambda: kdjax.make_head("s.gguf"), "str as the model"),
+        (lambda: kdjax.make_eagle("s.gguf"), "str as the model"),
+        (lambda: kdjax.take_block("s.gguf"), "str as the model"),
+        (lambda: kdjax.parameter_names("s.gguf"), "str as the model"),
+    ):
+        with pytest.raises(UserError, match=f"found {found}"):
+            call()
+    assert not path.exists()
 
 
 def test_what_a_step_cannot_take_is_refused_in_words():

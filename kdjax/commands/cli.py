@@ -132,7 +132,7 @@ def run(*command: str) -> None:
     SIGTERM acts as Ctrl-C until training handles signals itself, so that temporary files go.
     """
     if sys.stdin is None:
-        os.open(os.devnull, os.O_RDONLY)  # takes its number
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))  # takes its number
     sys.stdout, sys.stderr = _open_output(sys.stdout, 1), _open_output(sys.stderr, 2)
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.default_int_handler)

@@ -24,7 +24,7 @@ from kdjax.models import names
 from kdjax.models.adapters import PREFIX, Key, Lora, SavedSum, module_name, reorder, split_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.families import FAMILIES
-from kdjax.models.model import Model
+from kdjax.models.model import Model, check_model
 
 PathLike = str | os.PathLike[str]
 
@@ -34,6 +34,7 @@ def _take_apart(model: Model) -> tuple[Lora, dict[Key, np.ndarray]]:
 
     Raises `UserError` for a model without adapters, and for numbers that are not finite.
     """
+    check_model(model)
     lora = Lora.of_params(model.params)
     if model.checkpoint is not None and isinstance(model.checkpoint.table, SavedSum):
         raise UserError(

@@ -30,7 +30,7 @@ from kdjax.models.checkpoint import Checkpoint
 from kdjax.models.decoder import Compute, functional
 from kdjax.models.families import FAMILIES
 from kdjax.models.mixture import Mixture
-from kdjax.models.model import Model
+from kdjax.models.model import Model, check_model
 from kdjax.models.names import list_fused
 from kdjax.models.ropes import rope_tensors
 from kdjax.models.tokenizer import Tokenizer, TokenizerFiles
@@ -147,6 +147,7 @@ def _join(name: str, lead: tuple[int, ...], parts: list[TensorToWrite]) -> Tenso
 
 
 def _open_source(model: Model, kind: str | None, *, gguf: bool) -> _Source:
+    check_model(model)
     if model.spec is None or model.checkpoint is None:
         missing = "a checkpoint" if model.spec else "an architecture that kdjax knows"
         raise UserError(

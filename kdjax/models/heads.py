@@ -25,7 +25,7 @@ from kdjax.models.eagle import TAPS, EagleShape, EagleSizes
 from kdjax.models.families import FAMILIES
 from kdjax.models.head_folders import is_folder, open_folder
 from kdjax.models.head_format import HeadFormat
-from kdjax.models.model import Model
+from kdjax.models.model import Model, check_model
 from kdjax.models.names import Layout, layout_of, name_of
 from kdjax.models.tapped import HeadShape, draw_head, trace_head
 from kdjax.models.tokenizer import Tokenizer
@@ -82,6 +82,7 @@ def make_head(
     for name, size, least in (("layers", layers, 1), ("slots", slots, 1), ("rank", rank, 0)):
         if size < least:
             raise UserError(f"found {name}={size}; expected {least} or more.")
+    check_model(model)
     mask = choose_mask(model.tokenizer)
     return _make(model, HeadSizes(layers, slots, rank, mask, taps, confident and rank > 0), seed)
 
@@ -100,6 +101,7 @@ def make_eagle(
         model = kdjax.load("model-q4_k_m.gguf", weights="packed")
         head = kdjax.make_eagle(model)
     """
+    check_model(model)
     if len(taps) not in (0, TAPS):
         raise UserError(f"found taps={taps}; expected {TAPS} layers, or () for the default ones.")
     if len(ids) and (len({*ids}) < len(ids) or not 0 <= min(ids) <= max(ids) < model.vocab_size):

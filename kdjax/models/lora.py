@@ -14,7 +14,7 @@ from kdjax.models.adapters import (
     choose_lora,
     draw_adapters,
 )
-from kdjax.models.model import Model, attach_adapters
+from kdjax.models.model import Model, attach_adapters, check_model
 from kdjax.models.weights import Adapted, Mixed, PackedMatrix, Scaled, decode_weight, to_bits
 
 
@@ -38,6 +38,7 @@ def add_lora(
         base = kdjax.load("student.gguf", weights="packed")
         student = kdjax.add_lora(base, rank=16)
     """
+    check_model(model)
     if model.spec is None:
         raise UserError(
             f"{model.name}: found a custom module to adapt; expected a model of kdjax.load, "
@@ -61,6 +62,7 @@ def merge_lora(model: Model, dtype: DTypeLike = "float32") -> Model:
 
     `docs/lora.md` says when to merge. A model without adapters becomes dense, too.
     """
+    check_model(model)
     on_cpu = model.placement is not None and model.placement.platform == "cpu"
 
     @jax.jit

@@ -277,6 +277,7 @@ class Model:
         self, draft: "Model", draft_tokens: int, draft_p_min: float
     ) -> tuple[Writer, tuple[Params, Params]]:
         """A writer for which `draft` drafts, and its parameters."""
+        check_model(draft, "draft")
         check_same_ids(self._known_tokenizer(), draft._known_tokenizer())
         params = self.params, draft.params
         sides = self.as_writer("generate"), draft.as_writer("draft")
@@ -308,6 +309,15 @@ class Model:
         if self.tokenizer is None:
             raise UserError(f"{self}: has no tokenizer for {prompt!r}; give token ids.")
         return self.tokenizer.open_text(self.tokenizer.encode(prompt))
+
+
+def check_model(value: Any, name: str = "model") -> None:
+    """Raises `UserError` for an argument that is no `Model`, such as a file's path or a state."""
+    if not isinstance(value, Model):
+        raise UserError(
+            f"found {type(value).__name__} as the {name}; expected a kdjax.Model, as "
+            "kdjax.load(PATH) and model.replace(params=...) return it."
+        )
 
 
 # Functions of a part of a model that drafts for it: its name, and how answers are written with it.

@@ -17,7 +17,7 @@ from kdjax.models.decoder import DecoderFunctions, Params, functional
 from kdjax.models.draft_functions import DraftFunctions, draw_block
 from kdjax.models.families import FAMILIES
 from kdjax.models.lora import read_numbers
-from kdjax.models.model import Model
+from kdjax.models.model import Model, check_model
 from kdjax.models.weights import PackedMatrix
 
 
@@ -33,6 +33,7 @@ def take_block(model: Model, *, seed: int | None = None, dtype: DTypeLike = "flo
         model = kdjax.load("model-q4_k_m.gguf", weights="packed")
         block = kdjax.take_block(model)
     """
+    check_model(model)
     if model.spec is None or not isinstance(model.functions, DecoderFunctions):
         raise UserError(f"{model.name}: found a custom module; expected a model of kdjax.load.")
     spec, params = find_block(model.spec, model.name, new=seed is not None), dict(model.params)

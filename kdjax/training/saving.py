@@ -55,7 +55,7 @@ from kdjax.models.arch import STACKS, ArchSpec
 from kdjax.models.decoder import Compute, Params, functional, initialise
 from kdjax.models.loading import load_params
 from kdjax.training.clock import Clock
-from kdjax.training.step import Step, TrainState, refuse_donated
+from kdjax.training.step import Step, TrainState, check_kind, refuse_donated
 
 _log = logging.getLogger("kdjax")
 
@@ -307,6 +307,7 @@ def load_state(folder: str | Path, step: Step) -> TrainState | None:
         state = kdjax.load_state("runs/own", step) or step.init(student.params)
     """
     folder = _check_folder(folder)
+    check_kind("step", step, Step, "what kdjax.make_step returns")
     if not saved_steps(folder):
         return None
     with Checkpoints(folder, keep=2, asynchronous=False) as checkpoints:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +43,7 @@ from kdjax.losses.positions import EvalSums
 from kdjax.losses.shared import SharedEvalSums
 from kdjax.losses.topk import TopEvalSums
 from kdjax.models.decoder import DecoderFunctions, ModelFunctions, Params
-from kdjax.models.model import Model
+from kdjax.models.model import Model, check_model
 from kdjax.models.shards import Spread, sum_rows
 from kdjax.models.summary import describe_arrays, describe_step, make_table
 from kdjax.models.weights import SomeRows
@@ -709,7 +710,12 @@ class Step:
 
 
 def refuse_donated(state: TrainState) -> None:
-    """Raises `UserError` for a state that an earlier step took: its arrays are gone."""
+    """Raises `UserError` for no state, and for one that an earlier step took, without arrays."""
+    if not isinstance(state, TrainState):
+        raise UserError(
+            f"found {type(state).__name__} as the state; expected what step.init(student.params) "
+            "and each step return."
+        )
     if any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
         raise UserError(
             "found a state that an earlier step has taken (its arrays are donated); expected the "
@@ -772,6 +778,7 @@ def make_step(
         state, metrics = step(state, teacher.params, {"tokens": ids[:, :-1], "labels": ids[:, 1:]})
     """
     _check_arguments(loss, optimizer, microbatches, chunk_tokens)
+    _check_models(student, teacher, kind)
     models = _list_models(teacher)
     form = choose_form(form, student)
     for model in () if allow_degenerate or form.learns(student.params) else models:
@@ -859,8 +866,19 @@ def _check_arguments(loss: Any, optimizer: Any, microbatches: int, chunk_tokens:
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         check_kind(name, value, *PARTS[name])
     for name, count in (("microbatches", microbatches), ("chunk_tokens", chunk_tokens)):
+        check_kind(name, count, Integral, "a whole number")
         if count < 1:
             raise UserError(f"found {name}={count}; expected 1 or more.")
+
+
+def _check_models(student: Any, teacher: Any, kind: Any) -> None:
+    check_model(student, "student")
+    several = teacher if isinstance(teacher, list | tuple) else [teacher]
+    for model in several:
+        if model is not None:
+            check_model(model, "teacher")
+    if kind is not None:
+        check_kind("kind", kind, TeacherKind, "one such as kdjax.TeacherInBatch()")
 
 
 def _list_models(teacher: Model | Sequence[Model | None] | None) -> list[Model]:

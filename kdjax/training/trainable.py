@@ -16,7 +16,7 @@ from kdjax.formats.saved import HEADS
 from kdjax.models import names
 from kdjax.models.arch import ArchSpec
 from kdjax.models.decoder import Params
-from kdjax.models.model import Model
+from kdjax.models.model import Model, check_model
 from kdjax.models.shards import Shard
 
 FROZEN, TRAINED = "frozen", "trained"
@@ -64,6 +64,7 @@ def parameter_names(model: Model) -> dict[str, str]:
     Each layer of a stack has a name. GGUF's names of a custom module, and of a head that drafts,
     which has another file, are empty.
     """
+    check_model(model)
     leaves = _list_leaves(model.params, model.spec)
     return {ours: gguf for leaf in leaves for ours, gguf in leaf.layers}
 
