@@ -20,6 +20,8 @@ from test_run import Recorder, go
 from kdjax.data import pipeline, teacher_cache
 from kdjax.data.rows import COLUMNS, Rows
 from kdjax.errors import UserError
+from kdjax.formats import open_table
+from kdjax.formats.gguf import write_gguf
 from kdjax.formats.locks import LockedError
 from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble
@@ -419,6 +421,25 @@ def test_another_teacher_is_refused(run, tmp_path):
     config.teacher.path = str(other)
     with pytest.raises(UserError, match=r"teacher: the cache has [0-9a-f]{64}, this run "):
         assemble(config, tmp_path)
+
+
+@pytest.mark.parametrize("kind", cases(CachedTopK(8), slow=[CachedHidden()]))
+def test_outputs_that_are_no_numbers_are_not_stored(run, tmp_path, kind):
+    """A block of the teacher has a scale that is NaN."""
+    config = with_cache(run[0], "")
+    table, rows = open_table(config.teacher.path), []
+    for name in table:
+        info, raw = table.info(name), np.array(table.raw(name))
+        if name == "blk.0.ffn_up.weight":
+            assert info.dtype == "Q4_K"
+            raw[7, :2] = np.array([np.nan], "<f2").view(np.uint8)
+        rows.append((name, info.dtype, info.shape, raw))
+    config.teacher = dataclasses.replace(config.teacher, path=str(tmp_path / "odd.gguf"))
+    write_gguf(config.teacher.path, table.metadata, rows)
+    said = r"odd\.gguf: found outputs of the teacher that are not numbers; .*`kdjax evaluate` says"
+    with pytest.raises(UserError, match=said):
+        cache_teacher(config, tmp_path / "cache", kind)
+    assert not list((tmp_path / "cache").glob("*.bin"))
 
 
 def test_batches_carry_the_rows_own_columns(run, tmp_path):

@@ -23,6 +23,7 @@ from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.losses.topk import TopTeacher
+from kdjax.models.alignment import PREFIX
 from kdjax.models.model import Model
 from kdjax.training.identity import describe_cache
 from kdjax.training.inputs import (
@@ -44,6 +45,7 @@ from kdjax.training.teachers import (
 )
 
 _log = logging.getLogger("kdjax")
+_ODD = "odd"  # next to a batch's records: counts of `_count_odd`
 
 
 def cache_teacher(
@@ -91,6 +93,11 @@ def cache_teacher(
             mine = numbers[start : start + size]
             batch = pair.vocabulary.complete(_read_batch(rows, mine, size))
             outputs = compute()(batch)
+            if np.any(np.asarray(jax.device_get(outputs.pop(_ODD)))):
+                raise UserError(
+                    f"{pair.teacher}: found outputs of the teacher that are not numbers; expected "
+                    "numbers. Its weights are damaged: `kdjax evaluate` says where."
+                )
             if jax.process_index() != 0:
                 continue
             records = _make_records(outputs, spec)
@@ -219,7 +226,9 @@ def _compile(
     )
     def outputs(params: Any, batch: Any) -> dict[str, Any]:
         def records(params: Any, batch: Any) -> dict[str, Any]:
-            return kind.make_records(RunningTeacher(teacher.functions, params), batch, head)
+            made = kind.make_records(RunningTeacher(teacher.functions, params), batch, head)
+            segments = batch.get(f"{PREFIX}segment_ids", batch["segment_ids"])
+            return made | {_ODD: _count_odd(made, segments)}
 
         return spread.map_rows(records)(params, batch)
 
@@ -228,6 +237,14 @@ def _compile(
         return outputs(teacher.params, sharding.put_whole_batch(columns, mesh))
 
     return compute
+
+
+def _count_odd(made: Mapping[str, jax.Array], segments: jax.Array) -> jax.Array:
+    """Counts a row's positions of text, int32 `[B]`, at which an output is no number."""
+    values = [x for x in made.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    odd = [jnp.isnan(x).reshape(*segments.shape, -1).any(axis=-1) for x in values]
+    within = functools.reduce(jnp.logical_or, odd) & (segments != 0)
+    return jnp.sum(within, axis=1, dtype=jnp.int32)
 
 
 def _make_records(outputs: Mapping[str, Any], spec: CacheSpec) -> np.ndarray:
