@@ -14,8 +14,10 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from conftest import lend_one
 from jax.sharding import Mesh
 
+from kdjax.commands.cli import main
 from kdjax.data.rollouts import FOLDER, read_round, round_path
 from kdjax.device import cluster, sharding
 from kdjax.device.cluster import Member, SharedFlag, find_member
@@ -382,7 +384,7 @@ def test_processes_cache_a_teacher_as_one_does_and_go_on_after_a_kill(config, tm
 
 
 @pytest.mark.slow
-def test_processes_evaluate_as_one_does(config, tmp_path):
+def test_processes_evaluate_as_one_does(config, tmp_path, capfd):
     """Held-out rows, a teacher, and what problems' programs did: the same JSON to the last bit."""
     problems = [
         {
@@ -400,21 +402,24 @@ def test_processes_evaluate_as_one_does(config, tmp_path):
     command = ["evaluate", models / "student.gguf", f"--teacher={models / 'teacher.gguf'}"]
     command += [f"--data={text}", "--rows=7", "--seq-len=32", "--batch-size=2", "--samples=2"]
     command += [f"--humaneval={file}", "--max-tokens=8", "--allow-unsandboxed"]
-    found = []
-    for processes in (1, 2):
-        out = tmp_path / f"{processes}.json"
-        ends = end(launch(processes, 1, "kdjax", *command, f"--json={out}"))
-        assert len({status for status, _ in ends}) == 1, ends
-        assert ["CE, nats" in said for _, said in ends] == [True, False][:processes]
-        found.append(json.loads(out.read_text()))
-    assert found[0] == found[1]
-    assert len(found[0]["humaneval"]["results"]) == 10
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    with lend_one():
+        status = main([*map(str, command), f"--json={one}"])
+    assert "CE, nats" in capfd.readouterr().out
+    ends = end(launch(2, 1, "kdjax", *command, f"--json={two}"))
+    assert [status for status, _ in ends] == [status] * 2, ends
+    assert ["CE, nats" in said for _, said in ends] == [True, False]
+    found = json.loads(two.read_text())
+    assert found == json.loads(one.read_text())
+    assert len(found["humaneval"]["results"]) == 10
 
 
 @pytest.mark.slow
-def test_of_several_processes_the_first_alone_answers_a_prompt(config):
+def test_of_several_processes_the_first_alone_answers_a_prompt(config, capfd):
     command = "generate", config.parent / "student.gguf", "--prompt=def f(", "--max-tokens=4"
     (status, said), (other, nothing) = end(launch(2, 1, "kdjax", *command))
     assert (status, other) == (FINISHED, FINISHED), (said, nothing)
-    ((status, alone),) = end(launch(1, 1, "kdjax", *command))
-    assert (status, said, nothing) == (FINISHED, alone, "")
+    with lend_one():
+        assert main([*map(str, command)]) == FINISHED
+    alone = capfd.readouterr()
+    assert (said, nothing) == (alone.out + alone.err, "")
