@@ -274,6 +274,33 @@ def one_device():
         yield
 
 
+@pytest.fixture(scope="module")
+def optimized():
+    """LLVM optimizes the module's programs a little: they compute for longer than that takes.
+
+    Programs of several devices, which are compiled in each process, stay as they are. None is kept
+    from before or for later: the last bits of its numbers may differ. Processes that the module
+    starts do the same.
+    """
+    flags = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+    choose = compiler.get_compile_options
+
+    def choose_more(num_replicas, num_partitions, *args, **named):
+        options = choose(num_replicas, num_partitions, *args, **named)
+        if num_replicas * num_partitions == 1:
+            options.executable_build_options.debug_options.xla_backend_optimization_level = 1
+        return options
+
+    _drop_programs(-1)
+    with (
+        mock.patch.object(compiler, "get_compile_options", choose_more),
+        mock.patch.dict(os.environ, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}"),
+    ):
+        os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+        yield
+    _drop_programs(-1)
+
+
 def make_tiny_config(models, folder):
     """`tiny_config` for fixtures of a wider scope; text and caches under `folder`."""
     from kdjax.config import Config

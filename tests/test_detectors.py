@@ -34,7 +34,7 @@ from kdjax.training.saving import changed_tensors
 from scripts.bench.synthetic import QWEN25_SHAPES, write_random_gguf
 from scripts.checks.detectors import exchanged, reversed_heads, rewritten
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "optimized")
 
 SHAPE = QWEN25_SHAPES["tiny-student"]._replace(layers=1)
 

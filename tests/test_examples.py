@@ -12,7 +12,7 @@ from exporting import needs_llama_cpp
 
 import kdjax
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "optimized")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = {  # by name: the files that it leaves
