@@ -7,13 +7,14 @@ import gguf
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from quick import cases
 
 from kdjax.errors import UserError
-from kdjax.formats import blocks, codebooks
+from kdjax.formats import blocks, codebooks, grids
 from kdjax.formats.blocks import encode, row_bytes
 from scripts.bench.ggml import make_encoder
 
@@ -354,6 +355,23 @@ def test_entries_and_signs_are_the_best_of_all_of_the_grid(dtype, rng):
         best.append(least_errors(np.abs(eight) * tried, dtype, [factor]).min())
     # Numbers count in parts of a step; the sign that is wrong is that of the smallest number.
     assert (ours <= np.multiply(best, 1.02) + 1e-9).all() and ours.sum() <= 1.002 * sum(best)
+
+
+@pytest.mark.parametrize("dtype", cases("IQ3_XXS", slow=SLOWER_GRIDS))
+def test_a_gpu_finds_the_same_entries_of_few_numbers_without_a_loop(dtype, rng, monkeypatch):
+    most = 2 * grids.GRIDS[dtype].top
+    x = jnp.asarray(rng.uniform(0, most, (4, 256)).astype(np.float32))
+    weights = jnp.asarray(rng.uniform(0.1, 2, x.shape).astype(np.float32))
+    find = grids.find_nearest.__wrapped__  # unjitted: it is traced anew below
+    here = [find(x, dtype), find(x, dtype, weights)]
+    with monkeypatch.context() as there:
+        there.setattr(grids.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+        for ours, theirs in zip(here, [find(x, dtype), find(x, dtype, weights)], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    for rows, loops in ((64, False), (1 << 20, True)):
+        traced = grids.find_nearest.trace(jax.ShapeDtypeStruct((rows, 256), x.dtype), dtype)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("stablehlo.while" in text) == loops
 
 
 @pytest.mark.parametrize("dtype", ["IQ3_S", "IQ2_S"])
