@@ -93,8 +93,8 @@ from kdjax.watch.run import distill
 _log = logging.getLogger("kdjax")
 
 _RECIPES = ("q2_k", "q3_k_m", "iq4_xs", "q4_k_m", "q6_k", "q8_0")  # that files are compared with
-# Bits a weight below which a model has much to mend, and the rates (docs/quantize.md).
-_FEW_BITS, _FEW_RATE, _RATE = 3.6, 2e-5, 1e-5
+# Rates of files below these bits a weight: with more bits there is less to mend (docs/quantize.md).
+_RATES = ((3.6, 2e-5), (4.8, 1e-5), (math.inf, 3e-6))
 _MOST_BITS = 32  # a weight: F32
 _SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
 _WRITING = 0.1  # of that peak, while a model writes
@@ -128,7 +128,8 @@ def _parser() -> Parser:
     add("--steps", type=int, default=600, help="optimizer steps")
     add("--seconds", type=float, default=0.0, help="train for this time; 0: for --steps")
     add("--no-train", dest="train", action="store_false", help="round by GPTQ, train nothing")
-    words = f"at its peak; default: {_FEW_RATE:g} below {_FEW_BITS:g} bits a weight, else {_RATE:g}"
+    words = ", ".join(f"{rate:g} below {bits:g} bits a weight" for bits, rate in _RATES[:-1])
+    words = f"at its peak; default, of all numbers: {words}, else {_RATES[-1][1]:g}"
     add("--learning-rate", type=float, metavar="RATE", help=words)
     words = "train adapters of this rank under rounding, 0: all numbers; default: 0 if that fits"
     add("--rank", type=int, metavar="N", help=f"{words} the device, else {_RANK}")
@@ -263,7 +264,7 @@ def _make_config(
     config.data.train, config.data.heldout = args.sources, args.heldout
     config.data.fields, config.data.seq_len = args.fields, args.seq_len
     config.data.cache_dir = args.cache_dir
-    config.optim.learning_rate = _FEW_RATE if bits < _FEW_BITS else _RATE
+    config.optim.learning_rate = next(rate for most, rate in _RATES if bits < most)
     if args.learning_rate is not None:
         config.optim.learning_rate = config.student.lora.learning_rate = args.learning_rate
     config.optim.final_learning_rate = 0.0
