@@ -139,9 +139,8 @@ def _parser() -> Parser:
     add("--batch-size", type=int, default=16, help="rows a step")
     add("--microbatches", type=int, default=1, help="parts of a batch, to save memory")
     add("--rows", type=int, default=8, help="rows that costs are measured on")
-    words = "packed rows, shared between calls and runs, as settings.md says"
-    cached = Config().data.cache_dir
-    add("--config.data.cache_dir", default=cached, dest="cache_dir", metavar="DIR", help=words)
+    words, rows = "folder of packed rows, shared between calls and runs", Config().data.cache_dir
+    add("--config.data.cache_dir", default=rows, dest="cache_dir", metavar="DIR", help=words)
     add_machine_flags(parser, "print sizes and memory; load and make nothing", hosts=False)
     add("--overwrite", action="store_true", help="replace --out if it is there")
     return parser
@@ -206,12 +205,11 @@ def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
     least, most = bound_bytes(spec)
     smallest = {name: list_types(parts)[0] for name, parts in list_matrices(spec).items()}
     rest = count_gguf_bytes(checkpoint, Mixture.of_tensors(smallest, spec)) - least
-    if args.like:
-        goal = _Goal(count_gguf_bytes(checkpoint, args.like) - rest, rest)
-    elif args.bits is not None:
+    if args.bits is not None:
         goal = _Goal(int(args.bits * count_weights(spec) / 8), rest)
     else:
-        goal = _Goal(int(args.size) - rest, rest)
+        size = count_gguf_bytes(checkpoint, args.like) if args.like else int(args.size)
+        goal = _Goal(size - rest, rest)
     source = sum(path.stat().st_size for path in checkpoint.table.paths)
     given = f"{goal.nbytes / 1e6:,.1f} MB"
     if goal.matrices < least:
