@@ -548,6 +548,17 @@ def _show(count: int) -> str:
 # --- uploads ------------------------------------------------------------------------------------
 
 
+def check_repository(repository: str) -> HubPath:
+    """Raises `UserError` unless the text is ORG/REPO, a name of the Hub's, and nothing else."""
+    with contextlib.suppress(UserError):
+        path = HubPath.parse(f"{PREFIX}{repository}", MODEL)
+        if not (path.file or path.revision):
+            return path
+    raise UserError(
+        f"found {repository!r}; expected ORG/REPO, without a file or a revision, as on the Hub."
+    )
+
+
 def upload(repository: str, files: Mapping[str, Path | bytes], *, private: bool = False) -> str:
     """Uploads files, by their name in a model repository, in one commit; returns its address.
 
@@ -557,9 +568,7 @@ def upload(repository: str, files: Mapping[str, Path | bytes], *, private: bool 
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    path = HubPath.parse(f"{PREFIX}{repository}", MODEL)
-    if path.file or path.revision:
-        raise UserError(f"{repository}: expected ORG/REPO, without a file or a revision.")
+    path = check_repository(repository)
     operations = [CommitOperationAdd(name, source) for name, source in files.items()]
     total = sum(operation.upload_info.size for operation in operations)
     _log.info("%s: %d files, %s to upload", repository, len(files), _show(total))

@@ -566,17 +566,21 @@ def test_a_folder_is_uploaded_as_it_was_exported(fake, models, tmp_path):
     assert b"library_name: transformers" in stored["README.md"]
 
 
-def test_what_cannot_be_uploaded_is_named(fake, models, tmp_path):
+def test_what_cannot_be_uploaded_is_named(fake, models, tmp_path, capsys):
     file = models / "student.gguf"
     (tmp_path / "none").mkdir()
     (tmp_path / "adapter").mkdir()
     config = {"base_model_name_or_path": str(tmp_path / "base"), "r": 8}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "adapter_config.json").write_text("{")
     for path, repository, message in (
         (tmp_path / "adapter", "me/x", "found the base .* a path of this machine; expected a rep"),
         (tmp_path / "none", "me/x", "none: found no config.json or adapter_config.json"),
         (tmp_path / "gone", "me/x", "gone: no such file or folder"),
-        (file, "x", "hf:x: expected hf:ORG/REPO"),
+        (tmp_path / "cut", "me/x", r"cut/adapter_config\.json: found a file that is no JSON"),
+        (file, "x", "found 'x'; expected ORG/REPO, without"),
+        (file, "me/..", r"found 'me/\.\.'; expected ORG/REPO, without"),
         (file, "me/x@main", "expected ORG/REPO, without a file or a revision"),
     ):
         with pytest.raises(UserError, match=message):
@@ -590,3 +594,6 @@ def test_what_cannot_be_uploaded_is_named(fake, models, tmp_path):
     with pytest.raises(MissingFileError, match=r"me/x: the Hub does not answer .* nothing was"):
         push_to_hub(file, "me/x")
     assert not fake.blobs
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)  # nothing is read for a wrong name
+    assert cli.main(["push", str(tmp_path / "run"), "me/"]) == 2
+    assert "found 'me/'; expected ORG/REPO" in capsys.readouterr().err

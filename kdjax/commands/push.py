@@ -20,6 +20,7 @@ from kdjax.device import runtime
 from kdjax.errors import CHECK_FAILED, FINISHED, reporting
 from kdjax.export.formats import HF_TYPES
 from kdjax.export.push import push_to_hub
+from kdjax.hub import check_repository
 from kdjax.models.checkpoint import CHECKPOINTS
 
 
@@ -42,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     log_to_terminal()
     runtime.configure(lean=True)
+    check_repository(args.repository)
     if not (args.path / CHECKPOINTS).is_dir():
         print(push_to_hub(args.path, args.repository, private=args.private, run=args.run))
         return FINISHED

@@ -1,6 +1,5 @@
 """Uploads an exported folder or file to the Hugging Face Hub, with its model card."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 from kdjax import hub
 from kdjax.errors import MissingFileError, UserError
 from kdjax.export.card import front_matter, model_card, read_card
-from kdjax.formats.safetensors import is_model_folder
+from kdjax.formats.safetensors import ADAPTER_CONFIG, is_model_folder
 from kdjax.formats.saved import read_receipt
-from kdjax.models.checkpoint import open_checkpoint
+from kdjax.models.checkpoint import open_checkpoint, read_base
 
 CARD = "README.md"
 
@@ -32,6 +31,7 @@ def push_to_hub(
         kdjax.export_gguf(student, "student-q4_k_m.gguf", dtype="q4_k_m")
         kdjax.push_to_hub("student-q4_k_m.gguf", "org/student-GGUF")
     """
+    hub.check_repository(repository)
     path = Path(path)
     if not path.exists():
         raise MissingFileError(f"{path}: no such file or folder; expected an export to upload.")
@@ -41,7 +41,7 @@ def push_to_hub(
                 f"{path}: found no config.json or adapter_config.json; expected a folder of "
                 "`kdjax export`, or a GGUF file. Export first."
             )
-        _check_base(path / "adapter_config.json")
+        _check_base(path)
         inside = (file for file in sorted(path.rglob("*")) if file.is_file())
         names = {file.relative_to(path).as_posix(): file for file in inside}
         shown = {name: file for name, file in names.items() if not name.startswith(".")}
@@ -56,9 +56,10 @@ def push_to_hub(
     return hub.upload(repository, files, private=private)
 
 
-def _check_base(config: Path) -> None:
+def _check_base(folder: Path) -> None:
     """Refuses adapters whose base is a path of this machine, which nobody else has."""
-    base = json.loads(config.read_text())["base_model_name_or_path"] if config.exists() else ""
+    config = folder / ADAPTER_CONFIG
+    base = read_base(folder) if config.exists() else ""
     if base and Path(base).is_absolute():
         raise UserError(
             f"{config}: found the base {base!r}, a path of this machine; expected a repository of "

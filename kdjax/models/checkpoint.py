@@ -275,10 +275,16 @@ def _adapt(base: Checkpoint, adapters: StoredAdapters) -> Checkpoint:
     return dataclasses.replace(base, table=table, adapters=adapters)
 
 
+def read_base(folder: Path) -> str:
+    """The base that a PEFT folder names, "" without; raises `UserError` for a damaged config."""
+    named = load_json(folder / ADAPTER_CONFIG, "a file").get("base_model_name_or_path")
+    return named if isinstance(named, str) else ""
+
+
 def _find_base(folder: Path) -> tuple[str | None, Path | None]:
     """The base that a PEFT folder names, and its place on this machine."""
-    named = load_json(folder / ADAPTER_CONFIG, "a file").get("base_model_name_or_path")
-    if not isinstance(named, str) or not named:
+    named = read_base(folder)
+    if not named:
         return None, None
     there = (path for path in (Path(named), folder / named) if os.path.exists(path))
     return named, next((path for path in there if not path.samefile(folder)), None)
