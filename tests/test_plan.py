@@ -786,6 +786,7 @@ def test_a_machine_is_described(word, memory, count, kind, usable, capability):
         (("L4", "0GB"), "above 0"),
         (("L4", "16GB", 0), "--devices=0 must be 1 or more"),
         (("L4", "16GB", 1, 0), "--hosts=0 must be 1 or more"),
+        (("L4", "16GB", 2, 2**15 + 1), "found 65,538 devices"),
         (("cpu", "16GB", 1, 2), "--hosts=2: expected GPUs; found --device=cpu"),
     ],
 )

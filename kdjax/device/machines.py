@@ -29,6 +29,7 @@ ANY_GPU, CPU = "gpu", "cpu"
 WORDS = (*CARDS, ANY_GPU, CPU)
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _UNITS |= {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_MOST_DEVICES = 2**16  # each is an object of a plan: 100 million fill the memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,11 @@ class Machine:
         for flag, number in (("--devices", count), ("--hosts", hosts)):
             if number < 1:
                 raise UserError(f"{flag}={number} must be 1 or more.")
+        if count * hosts > _MOST_DEVICES:
+            raise UserError(
+                f"found {count * hosts:,} devices (--devices, --hosts); expected at most "
+                f"{_MOST_DEVICES:,}."
+            )
         total = parse_bytes("--memory", memory) if memory else None
         if name == CPU and hosts > 1:
             raise UserError(f"--hosts={hosts}: expected GPUs; found --device={CPU}.")
