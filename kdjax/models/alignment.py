@@ -8,6 +8,7 @@ All other positions are masked, each with a reason. Pure NumPy.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -309,13 +310,21 @@ def _decode(data: bytes) -> tuple[str, bool]:
 
 def _end_bytes(tokenizer: Tokenizer, ids: Sequence[int], data: bytes) -> np.ndarray:
     """The byte of a text at which each of its ids ends, int64; -1 where they spell other bytes."""
-    spelled = _spell(tokenizer)
-    said = b"".join([spelled[i] for i in ids])
-    lead = len(said) - len(said.lstrip(b" ")) - (len(data) - len(data.lstrip(b" ")))
-    lead = min(max(lead, 0), _lead(tokenizer))
-    ends = np.cumsum(tokenizer.spelled_lengths[np.array(ids, np.int64)]) - lead
-    if said[lead:] != data:
-        ends[ends > _count_common(said[lead:], data)] = -1
+    line, sizes = np.array(ids, np.int64), tokenizer.spelled_lengths
+    spelled, lead = _spell(tokenizer), _lead(tokenizer)
+    # SentencePiece puts its space at the start of a text, and again after each special token.
+    marks = [n + 1 for n, i in enumerate(ids) if i in tokenizer.mark_ids] if lead else []
+    ends, at = np.full(len(ids), -1, np.int64), 0
+    for start, stop in itertools.pairwise([0, *marks, len(ids)]):
+        said, rest = b"".join([spelled[i] for i in ids[start:stop]]), data[at:]
+        spaces = [len(x) - len(x.lstrip(b" ")) for x in (said, rest)]
+        extra = min(max(spaces[0] - spaces[1], 0), lead)
+        common = _count_common(said[extra:], rest)
+        own = np.cumsum(sizes[line[start:stop]]) - extra
+        ends[start:stop] = np.where(own <= common, own + at, -1)
+        if common < len(said) - extra:
+            break
+        at += common
     return ends
 
 
