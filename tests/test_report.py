@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import html.parser
 import json
+import math
 import re
 import xml.etree.ElementTree
 from pathlib import Path
@@ -376,6 +377,7 @@ def test_titles_and_labels_are_drawn_whole_and_shares_with_few_digits(tmp_path, 
         (WHOLE, "{", "receipt.json cannot be read"),
         ([*WHOLE, '{"kind": "tr'], receipt(), "1 of 8 lines of metrics.jsonl cannot be read"),
         ([*WHOLE, "\udcff\n", "[" * 100_000], receipt(), "2 of 9 lines of metrics.jsonl cannot"),
+        ([*WHOLE, step(math.inf), step(math.nan)], None, "2 of 9 lines of metrics.jsonl cannot"),
         (
             [
                 step(
@@ -404,8 +406,9 @@ def test_samples_that_are_not_whole(tmp_path):
         del token["teacher"]
     source = page.write_page([workdir(tmp_path / "a", samples={"samples": [half]})]).read_text()
     assert "not made" in source and "choice</span>" not in source
-    source = page.write_page([workdir(tmp_path / "b", samples="[")]).read_text()
-    assert "samples.json cannot be read" in source
+    for name, samples in enumerate(("[", {"samples": [{}]}, {"samples": [1]})):
+        source = page.write_page([workdir(tmp_path / str(name), samples=samples)]).read_text()
+        assert "samples.json cannot be read" in source
 
 
 def test_figures_are_those_of_the_files(tmp_path):

@@ -20,6 +20,7 @@ from kdjax.watch.writers import METRICS
 
 SAMPLES = "samples.json"
 _TRAIN = ("step", "loss", "ce", "divergence", "learning_rate", "tokens_per_second")
+_SAMPLE = "prompt", "reference", "before", "after"
 TOPK = (
     "KL and divergence are over the ids that the teacher's cache holds, and lower than over all "
     "ids; the acceptance is higher"
@@ -94,7 +95,8 @@ def read_run(path: Path, label: str = "") -> RunRecord:
     except (OSError, ValueError) as error:
         notes.append(f"{RECEIPT} cannot be read: {error}")
     try:
-        samples = list(json.loads((path / SAMPLES).read_text())["samples"])
+        read = json.loads((path / SAMPLES).read_text())["samples"]
+        samples = [{name: sample[name] for name in _SAMPLE} for sample in read]
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -156,13 +158,13 @@ def _read_metrics(path: Path, notes: list[str]) -> list[tuple[str, dict[str, flo
     for line in text:
         try:
             entry = json.loads(line)
-            kind, figures = entry.pop("kind"), {"step": float(entry.pop("step"))}
+            kind, figures = entry.pop("kind"), {"step": float(int(entry.pop("step")))}
             for name, value in entry.items():
                 topk |= "_topk" in name
                 number = float(value) if isinstance(value, int | float) else math.nan
                 figures[name.removesuffix("_topk")] = number
             lines.append((kind, figures))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError):
             bad += 1
     if bad:
         notes.append(f"{bad} of {len(text)} lines of {METRICS} cannot be read and are left out")
