@@ -299,7 +299,7 @@ def chats(request):
 
 
 def decode_turns(teacher, ids):
-    """The text of a row, without the spaces that SentencePiece puts at its start and after marks."""
+    """The text of a row, without the spaces that SentencePiece puts there and after marks."""
     return teacher.decode(ids.tolist()).removeprefix(" ").replace("<turn> ", "<turn>")
 
 
