@@ -22,7 +22,7 @@ from kdjax.commands import export
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh, replicated
 from kdjax.errors import UserError
-from kdjax.formats import open_table
+from kdjax.formats import blocks, open_table
 from kdjax.formats.blocks import encode, encode_stored, join_rows
 from kdjax.formats.imatrix import write_importance
 from kdjax.formats.recipes import choose_types
@@ -243,6 +243,20 @@ def test_entries_of_a_grid_are_written_as_the_step_saw_them(dtype, rng):
     raw = join_rows([*map(jnp.asarray, encode_stored(np.asarray(moved["embed"]), dtype, scales))])
     kind = gguf.GGMLQuantizationType[dtype]
     np.testing.assert_array_equal(gguf.quants.dequantize(np.asarray(raw), kind), seen)
+
+
+@pytest.mark.parametrize("dtype", ["Q4_K", "Q8_0", "F16"])
+def test_what_is_stored_is_encoded_in_parts_by_one_program(dtype, rng, monkeypatch):
+    """Parts of 100 blocks of 256 numbers, the last one smaller, and all at once."""
+    monkeypatch.setattr(blocks, "_STORED_ELEMENTS", 256 * 100)
+    compiled = blocks._quantize_part._cache_size()
+    x = rng.standard_normal((3, 61, 512)).astype(np.float32)
+    scales = blocks.fit_rows(jnp.asarray(x), dtype)
+    whole = blocks.encode_fields(jnp.asarray(x), dtype, scales)
+    parts = encode_stored(x, dtype, jax.device_get(scales))
+    assert blocks._quantize_part._cache_size() == compiled + 1
+    for ours, theirs in zip(parts, whole, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_scales_are_fitted_by_an_importance(pair, tmp_path):

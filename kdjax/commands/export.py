@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from kdjax.commands.parsing import Parser, log_to_terminal
 from kdjax.device import runtime
@@ -59,12 +59,11 @@ def read_model(checkpoint: Checkpoint, *, masters: bool = False) -> Model:
         return load_model(checkpoint, placement=on_host, weights="packed", dtype="float32")
     assert isinstance(checkpoint.table, SavedTable)
     functions, _ = functional(checkpoint.spec, Compute())
-    params, rows = checkpoint.table.read_tree(), checkpoint.spec.vocab_size
-    flat: dict[str, Any] = flatten_dict(params, sep="/")
-    for name in () if masters else checkpoint.table:
-        if parts := checkpoint.table.blocks(name):
-            flat[name] = stack_blocks(parts)
-    params = unflatten_dict(flat, sep="/")
+    table, flat = checkpoint.table, {}
+    for name in table:  # each is read once: masters are most of a step's bytes
+        parts = () if masters else table.blocks(name)
+        flat[name] = stack_blocks(parts) if parts else table.array(name)
+    params, rows = unflatten_dict(flat, sep="/"), checkpoint.spec.vocab_size
     return Model(functions, params, rows, spec=checkpoint.spec, checkpoint=checkpoint)
 
 

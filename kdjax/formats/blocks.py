@@ -496,13 +496,18 @@ def _encode_part(rows: np.ndarray, dtype_name: str, importance: np.ndarray | Non
             return _CASTS[dtype_name](rows)
     if not np.abs(rows).max(initial=0) <= ENCODERS[dtype_name].most:  # a NaN is not, either
         raise FloatingPointError
-    count, size = len(rows), 64
-    while size < count:  # few sizes: each compiles one program
-        size *= 8
-    more = ((0, size - count), (0, 0))
     columns = [rows] if importance is None else [rows, importance]
-    padded = [np.pad(column, more) for column in columns]
-    return np.asarray(encode_blocks(padded[0], dtype_name, *padded[1:]))[:count]
+    padded = [_pad(column) for column in columns]
+    return np.asarray(encode_blocks(padded[0], dtype_name, *padded[1:]))[: len(rows)]
+
+
+def _pad(blocks: np.ndarray, most: int | None = None) -> np.ndarray:
+    """Adds zeros to one of few numbers of blocks, at most `most`: each compiles one program."""
+    size = 64
+    while size < len(blocks):
+        size *= 8
+    size = size if most is None else min(size, most)
+    return np.pad(blocks, [(0, size - len(blocks))] + [(0, 0)] * (blocks.ndim - 1))
 
 
 def check_encoded(dtype_name: str) -> None:
@@ -592,26 +597,24 @@ def encode_fields(
 
 
 @functools.partial(jax.jit, static_argnames="dtype_name")
-def _encode_part_to(x: Array, dtype_name: str, scales: Scales) -> tuple[Array, ...]:
-    return encode_fields(x, dtype_name, scales)
+def _quantize_part(x: Array, dtype_name: str, scales: Scales) -> tuple[Array, ...]:
+    return quantize_blocks(x, dtype_name, scales)
 
 
 def encode_stored(
     array: Float[np.ndarray, "*lead n"], dtype_name: str, scales: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, ...]:
-    """Encodes arrays on the host as `encode_fields` does, a part of their rows at a time."""
-    width = array.shape[-1]
-    rows = array.reshape(-1, width)
-    flat = [x.reshape(len(rows), *x.shape[array.ndim - 1 :]) for x in scales]
-    step = max(1, _STORED_ELEMENTS // width)
-    parts = [
-        jax.device_get(
-            _encode_part_to(rows[i : i + step], dtype_name, tuple(x[i : i + step] for x in flat))
-        )
-        for i in range(0, len(rows), step)
-    ]
+    """Encodes arrays on the host as `encode_fields` does, a part of their blocks at a time."""
+    x = array.reshape(-1, BLOCKS[dtype_name].elements)
+    flat = [scale.reshape(len(x), *scale.shape[array.ndim :]) for scale in scales]
+    step = _STORED_ELEMENTS // x.shape[1]
+    parts = []
+    for i in range(0, len(x), step):
+        part, *own = (_pad(column[i : i + step], step) for column in (x, *flat))
+        fields = jax.device_get(_quantize_part(part, dtype_name, tuple(own)))
+        parts.append([field[: len(x) - i] for field in fields])
     return tuple(
-        np.concatenate(field).reshape(*array.shape[:-1], *field[0].shape[1:])
+        np.concatenate(field).reshape(*array.shape[:-1], -1, *field[0].shape[1:])
         for field in zip(*parts, strict=True)
     )
 
