@@ -638,6 +638,11 @@ def _explaining(path: HubPath) -> Iterator[None]:
         raise _UnreachableError(_unreachable(path, error)) from error
     except UserError:
         raise
+    except UnicodeEncodeError as error:  # a header of the request, which is ASCII
+        raise MissingFileError(
+            f"{path.text}: found a token with the character {error.object[error.start]!r}; "
+            f"expected hf_, letters and digits. Set it again: {login}."
+        ) from error
     except OSError as error:
         cache = _storage(path).parent
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -134,6 +134,7 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     path = student.checkpoint.path
     where = ["--format=gguf", f"--out={path}", "--overwrite"]
     fails("is what the command reads", path, *where, "--type=q4_0")
+    fails("found ''; expected a type of numbers", path, "--format=gguf", out, "--type=")
     folder = ["--format=hf", "--overwrite", f"--out={tmp_path}/hf"]
     fails("is what the command reads", tmp_path / "hf", *folder)
     (tmp_path / "a.gguf").write_bytes(b"before")

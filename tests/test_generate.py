@@ -17,7 +17,7 @@ from toy_teacher import next_id_teacher
 
 from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
-from kdjax.demo import STUDENT
+from kdjax.demo import STUDENT, TEACHER
 from kdjax.errors import UserError
 from kdjax.evaluation.target import Target
 from kdjax.models import decode_weights, decoder, decoding
@@ -538,6 +538,8 @@ def test_the_command(models, monkeypatch, capsys):
         assert message in capsys.readouterr().err
     assert command.main([str(STUDENT), "--prompt=x", "--chat"]) == 2
     assert f"--chat: {STUDENT} has no chat template. Leave --chat" in capsys.readouterr().err
+    assert command.main([*arguments, f"--tokenizer={TEACHER}"]) == 2
+    assert "expected one vocabulary" in capsys.readouterr().err
     assert command.main([arguments[0], "--prompt=x", "--top-p=2"]) == 2
     assert "top_p=2.0: must be" in capsys.readouterr().err
     for flags, found in (

@@ -566,7 +566,7 @@ def test_a_folder_is_uploaded_as_it_was_exported(fake, models, tmp_path):
     assert b"library_name: transformers" in stored["README.md"]
 
 
-def test_what_cannot_be_uploaded_is_named(fake, models, tmp_path, capsys):
+def test_what_cannot_be_uploaded_is_named(fake, models, tmp_path, capsys, monkeypatch):
     file = models / "student.gguf"
     (tmp_path / "none").mkdir()
     (tmp_path / "adapter").mkdir()
@@ -593,6 +593,11 @@ def test_what_cannot_be_uploaded_is_named(fake, models, tmp_path, capsys):
     fake.closed, fake.broken = False, True
     with pytest.raises(MissingFileError, match=r"me/x: the Hub does not answer .* nothing was"):
         push_to_hub(file, "me/x")
+    monkeypatch.setenv("HF_TOKEN", "hf_é")
+    with pytest.raises(MissingFileError, match=r"me/x: found a token with the character 'é'; exp"):
+        push_to_hub(file, "me/x")
+    assert cli.main(["push", str(file), "me/x", "--type=bf16"]) == 2
+    assert "found --type=bf16 for what is no workdir" in capsys.readouterr().err
     assert not fake.blobs
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)  # nothing is read for a wrong name
     assert cli.main(["push", str(tmp_path / "run"), "me/"]) == 2

@@ -258,5 +258,9 @@ def test_names_without_a_parameter_are_refused(models):
         kdjax.make_step(
             student, teacher, kdjax.KDLoss(), optax.sgd(1.0), trainable="blocks/*/mlp, blocks/*/mpl"
         )
+    with pytest.raises(UserError, match="trainable: found an empty list; expected names"):
+        kdjax.make_step(student, teacher, kdjax.KDLoss(), optax.sgd(1.0), trainable=[])
+    with pytest.raises(UserError, match="found reduce_dtype='x'; expected float32 or bfloat16"):
+        kdjax.make_step(student, teacher, kdjax.KDLoss(), optax.sgd(1.0), reduce_dtype="x")
     with pytest.raises(UserError, match="moves no parameter"):
         kdjax.make_step(student, teacher, kdjax.KDLoss(), optax.set_to_zero())

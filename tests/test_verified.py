@@ -282,6 +282,7 @@ def test_the_command_answers_prompts(models, tmp_path, capsys):
         ("--temperature=0.5", "made with other --temperature;"),
         ("--timeout=2", "--timeout has no meaning with --prompts"),
         (f"--exercises={out}", "not allowed with argument"),
+        (f"--out={tmp_path}/q.jsonl", "q.jsonl is what the command reads"),
         ("--seconds=-1", "--seconds=-1 must be 0 or more"),
         ("--seconds=nan", "--seconds: found 'nan'; expected a finite number"),
         ("--seed=1", "made with other --seed;"),

@@ -34,12 +34,14 @@ from kdjax.commands.parsing import (
     read_paths,
 )
 from kdjax.data.fields import Fields
+from kdjax.data.sources import find_files
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import problems, sandbox
 from kdjax.evaluation.answers import VerifiedAnswers, WrittenAnswers, group, list_prompts
 from kdjax.evaluation.passk import Settings, answer_with, check_asked
 from kdjax.evaluation.target import Target, open_target
+from kdjax.export.staging import check_sources
 from kdjax.formats.files import make_place
 from kdjax.models.checkpoint import ModelArgument
 from kdjax.models.decoding import Sampling, find_room
@@ -112,7 +114,9 @@ def _answer_prompts(
 ) -> str:
     tokenizer = target.checkpoint.tokenizer
     most = target.checkpoint.spec.max_positions - args.max_tokens
-    prompts = list_prompts(args.prompts, tokenizer, most, Fields.parse(args.fields))
+    fields = Fields.parse(args.fields)
+    check_sources(args.out, find_files(args.prompts, fields))
+    prompts = list_prompts(args.prompts, tokenizer, most, fields)
     made_by = _tell(args, target, (repr(prompt.ids) for prompt in prompts), "ended")
     random.Random(args.seed).shuffle(prompts)
     answers = WrittenAnswers(args.out, made_by, samples=args.samples, ended=args.ended)
@@ -134,6 +138,7 @@ def _answer_prompts(
 def _answer_exercises(
     args: argparse.Namespace, target: Target, sampling: Sampling, until: float
 ) -> str:
+    check_sources(args.out, [args.exercises])
     exercises = problems.load_humaneval(args.exercises)
     asked = [f"{exercise.prompt}\0{exercise.checks}\0" for exercise in exercises]
     exercises = exercises[: args.limit or None]

@@ -166,6 +166,12 @@ def _read_step(text: str) -> int | str:
     return text if text == NEWEST else int(text)
 
 
+def _read_type(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("found ''; expected a type of numbers, or no --type")
+    return text
+
+
 def parser() -> Parser:
     """The command's flags."""
     flags = Parser("export", __doc__, CHECK_FAILED)
@@ -180,7 +186,7 @@ def parser() -> Parser:
     text += "gguf: by default the blocks that a run with student.quantize trained, or that a file "
     text += "stores"
     text += f". A file of types, or one of {', '.join(GGUF_TYPES)}"
-    flags.add_argument("--type", help=text)
+    flags.add_argument("--type", type=_read_type, help=text)
     text = "the float32 masters of a run with student.quantize, in place of its blocks"
     flags.add_argument("--masters", action="store_true", help=text)
     text = "gguf: a file of `kdjax imatrix` or llama-imatrix, which weights the errors "

@@ -9,6 +9,8 @@ from kdjax.errors import UserError
 from kdjax.models.checkpoint import Checkpoint, ModelArgument, open_checkpoint
 from kdjax.models.model import Model, load_model
 
+_ALIKE = 0.9  # share of equal tokens; names of special ones may differ between two files
+
 
 class Target(NamedTuple):
     """A checkpoint and the form in which to load it."""
@@ -41,4 +43,6 @@ def open_target(text: str, student: str = "", tokenizer: str = "", *, fallback: 
     checkpoint = open_checkpoint(form.path, student=student, tokenizer=tokenizer)
     if checkpoint.whole_step is not None and form.weights != "dense":
         raise UserError(f"{text}: a checkpoint has no such form; leave it out.")
+    if tokenizer and checkpoint.saved is None:  # a run may have trained another one
+        checkpoint.check_tokens(_ALIKE)
     return Target(form, checkpoint.fall_back(fallback))

@@ -176,6 +176,23 @@ class Checkpoint:
             return self.tokenizer_path, None
         return self.header.paths[0], self.header
 
+    def check_tokens(self, least: float) -> list[tuple[str, str]]:
+        """Returns the tokens in its header, each with the same id's of the tokenizer that is read.
+
+        Raises `UserError` if a smaller share than `least` of them is equal; either list may be
+        padded.
+        """
+        listed = self.header.metadata.get("tokenizer.ggml.tokens", ())
+        pairs = list(zip(listed, self.tokenizer.tokens, strict=False))
+        differing = [i for i, (own, read) in enumerate(pairs) if own != read]
+        if len(differing) > (1 - least) * len(pairs):
+            own, read = pairs[differing[0]]
+            raise UserError(
+                f"{self}: found {own!r} at id {differing[0]} of its vocabulary and {read!r} in "
+                f"{self.tokenizer_path}; expected one vocabulary. Name the model's tokenizer."
+            )
+        return pairs
+
     def fall_back(self, tokenizer: str) -> "Checkpoint":
         """Returns the checkpoint, with the tokenizer at `tokenizer` if its own cannot be read.
 
@@ -189,14 +206,7 @@ class Checkpoint:
             if not tokenizer:
                 raise
         other = dataclasses.replace(self, tokenizer_path=tokenizer)
-        listed = self.header.metadata.get("tokenizer.ggml.tokens", ())
-        pairs = list(zip(listed, other.tokenizer.tokens, strict=False))  # either may be padded
-        for i, (own, read) in enumerate(pairs):
-            if own != read:
-                raise UserError(
-                    f"{self}: found {own!r} at id {i} of its vocabulary and {read!r} in "
-                    f"{tokenizer}; expected one vocabulary. Name the model's tokenizer."
-                )
+        pairs = other.check_tokens(1.0)
         proof = f"all {len(pairs):,} tokens agree" if pairs else "it lists no tokens to compare"
         _log.warning("%s: tokenizer not read; %s replaces it: %s", self, tokenizer, proof)
         return other

@@ -822,6 +822,8 @@ def assemble_step(
     The student's parameters may be shapes.
     """
     _check_arguments(loss, optimizer, microbatches, chunk_tokens)
+    if reduce_dtype not in ("float32", "bfloat16"):
+        raise UserError(f"found reduce_dtype={reduce_dtype!r}; expected float32 or bfloat16.")
     models = _list_models(teacher)
     kind = _choose_kind(kind, teacher)
     if not models and not kind.in_batch and loss.alpha != 1:

@@ -119,8 +119,10 @@ def train_only(
     Without patterns all parameters are chosen but the drafting block, which the loss does not
     reach. Other parameters have no moments. If some layers of a stack are chosen, all of its layers
     have moments, and only the chosen layers move; the second result lists these stacks. `params`
-    may be shapes.
+    may be shapes. Raises `UserError` for an empty list and as `choose_layers` does.
     """
+    if not patterns and not isinstance(patterns, str):
+        raise UserError("trainable: found an empty list; expected names, or '' for all parameters.")
     if not patterns:
         if spec is None or _BLOCK not in params or len(params) == 1:
             return optimizer, ()
