@@ -14,7 +14,7 @@ from dataclasses import field
 from numbers import Real
 from typing import Any, TypeVar, cast
 
-from kdjax.errors import UserError, suggest
+from kdjax.errors import UserError, check_type, suggest
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 WEIGHTS = ("dense", "packed", "float8")  # how a model's weights are stored on the device
@@ -944,8 +944,7 @@ def _say_odd(value: Any, default: Any) -> str:
 
 def check_fields(config: Config) -> None:
     """Raises one `UserError` that lists unknown fields, and every value of a wrong type."""
-    if not isinstance(config, Config):
-        raise UserError(f"found {type(config).__name__} as the config; expected a kdjax.Config.")
+    check_type("config", config, Config, "a kdjax.Config")
     if problems := _list_odd_fields(config, Config(), ""):
         raise UserError(_refusal(problems))
 

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 FINISHED, UNFORESEEN, BAD_INPUT, SMOKE_FAILED, NOT_FINITE, CHECK_FAILED = 0, 1, 2, 3, 4, 5
 COLLAPSED = 6
@@ -71,6 +71,12 @@ _REMEDIES = {
 }
 _NO_ROOM = "RESOURCE_EXHAUSTED"
 _PERMISSION = "Make it writable, or name a folder of yours"
+
+
+def check_type(name: str, value: Any, kind: type, wanted: str) -> None:
+    """Raises `UserError`, with the type of what was found, for an argument that is no `kind`."""
+    if not isinstance(value, kind):
+        raise UserError(f"found {type(value).__name__} as the {name}; expected {wanted}.")
 
 
 class WriteError(UserError, OSError):

@@ -19,7 +19,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from kdjax.config import WEIGHTS, refuse_removed_weights
 from kdjax.device import sharding
 from kdjax.device.placement import Placement, capability
-from kdjax.errors import UserError
+from kdjax.errors import UserError, check_type
 from kdjax.models.adapters import Lora, freeze_matrices, join_adapters
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import Checkpoint, open_checkpoint
@@ -313,11 +313,8 @@ class Model:
 
 def check_model(value: Any, name: str = "model") -> None:
     """Raises `UserError` for an argument that is no `Model`, such as a file's path or a state."""
-    if not isinstance(value, Model):
-        raise UserError(
-            f"found {type(value).__name__} as the {name}; expected a kdjax.Model, as "
-            "kdjax.load(PATH) and model.replace(params=...) return it."
-        )
+    wanted = "a kdjax.Model, as kdjax.load(PATH) and model.replace(params=...) return it"
+    check_type(name, value, Model, wanted)
 
 
 # Functions of a part of a model that drafts for it: its name, and how answers are written with it.

@@ -35,7 +35,7 @@ from kdjax.device.sharding import (
     row_shards,
     splits_state,
 )
-from kdjax.errors import UserError
+from kdjax.errors import UserError, check_type
 from kdjax.losses.chunked import HeadSpec, LossSums, add_confidence
 from kdjax.losses.kd import KDLoss, Schedules
 from kdjax.losses.layers import ExtraSums, LayerLoss
@@ -711,11 +711,8 @@ class Step:
 
 def refuse_donated(state: TrainState) -> None:
     """Raises `UserError` for no state, and for one that an earlier step took, without arrays."""
-    if not isinstance(state, TrainState):
-        raise UserError(
-            f"found {type(state).__name__} as the state; expected what step.init(student.params) "
-            "and each step return."
-        )
+    wanted = "what step.init(student.params) and each step return"
+    check_type("state", state, TrainState, wanted)
     if any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
         raise UserError(
             "found a state that an earlier step has taken (its arrays are donated); expected the "
