@@ -136,15 +136,14 @@ def round_layers(
     states = [embed(model.params, jnp.asarray(batch["tokens"])) for batch in batches]
     types = {path: kinds for path, kinds in mixture.types if path[0] in STACKS}
     found: dict[tuple[str, ...], list[Any]] = {path: [] for path in types}
-    programs: dict[Any, Callable[..., tuple[Array, Scales, Array]]] = {}
+    programs = _compile_all(stacks, types)
     for index in counted(range(spec.num_layers), "layers rounded"):
         alone = cut_layer(model, index)
         layer = {path: leaf[index : index + 1] for path, leaf in stacks.items()}
         hessians = _sum_hessians(alone, others | layer, tuple(types), states, columns)
-        if not index:
-            programs = _compile_all(layer, hessians, types)
         for path, kinds in types.items():
-            made = programs[layer[path].shape, kinds[index]](layer[path][0], hessians[path])
+            w = layer[path][0]
+            made = programs[w.shape, kinds[index]](w, hessians[path])
             found[path].append(made[:2])
             layer[path] = made[2][None].astype(layer[path].dtype)
         params = unflatten_dict(others | layer)
@@ -160,17 +159,19 @@ def round_layers(
 
 
 def _compile_all(
-    layer: Mapping[Any, Array], hessians: Mapping[Any, Array], types: Mapping[Any, Sequence[str]]
+    stacks: Mapping[Any, Array], types: Mapping[Any, Sequence[str]]
 ) -> dict[Any, Callable[..., tuple[Array, Scales, Array]]]:
-    """Compiles `round_matrix` for each shape of a layer and type, at once.
+    """Compiles `round_matrix` for each shape of matrices and type, at once.
 
     One after the other, which is when they are first called, took 66 s on an H200.
     """
     lowered = {}
     for path, kinds in types.items():
-        for key in dict.fromkeys((layer[path].shape, kind) for kind in kinds):
-            if key not in lowered:
-                lowered[key] = round_matrix.lower(layer[path][0], hessians[path], key[1])
+        w = jax.ShapeDtypeStruct(stacks[path].shape[1:], stacks[path].dtype)
+        hessian = jax.ShapeDtypeStruct((w.shape[1],) * 2, jnp.float32)
+        for kind in dict.fromkeys(kinds):
+            if (w.shape, kind) not in lowered:
+                lowered[w.shape, kind] = round_matrix.lower(w, hessian, kind)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(lambda program: program.compile(), lowered.values())
         return dict(zip(lowered, compiled, strict=True))
