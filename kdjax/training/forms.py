@@ -1046,15 +1046,35 @@ class Rounded(Form):
 
     def pack(self, base: Params, kept: Kept, masters: Params) -> Params:
         """Makes the exported student: blocks, as a packed model has them."""
-        flat, scales = _flatten(masters), _flatten(kept)
+
+        def encode(dtype: str, x: Array, scales: Scales) -> tuple[Array, ...]:
+            return encode_fields(x, dtype, scales)
+
+        return self._replace_all(encode, stack_blocks, base, kept, masters)
+
+    def _replace_all(
+        self,
+        change: Callable[[str, Array, Scales], Any],
+        join: Callable[[Any], Any],
+        base: Params,
+        kept: Kept,
+        masters: Params,
+    ) -> Params:
+        """Changes rounded matrices; `join` joins their parts, each a type, layers and a result."""
+        scales, made = _flatten(kept), self._list_exact(base, masters)
         for path, types in self.types:
-            flat[path] = stack_blocks(
-                [
-                    (dtype, at, encode_fields(_take(flat[path], at), dtype, scales[*path, dtype]))
-                    for dtype, at in parts_by_type(types)
-                ]
-            )
-        return unflatten_dict(flat)
+            parts = []
+            for dtype, layers in parts_by_type(types):
+                run, of = functools.partial(change, dtype), scales[*path, dtype]
+                found = self._map(run, path, layers, (base, masters), of)
+                parts.append((dtype, layers, found))
+            made[path] = join(parts)
+        return unflatten_dict(made)
+
+    def _list_exact(self, base: Params, masters: Params) -> dict[tuple[str, ...], Any]:
+        """Lists the numbers of the parameters that are not rounded."""
+        rounded = dict(self.types)
+        return {path: x for path, x in _flatten(masters).items() if path not in rounded}
 
     def compile(self, function: Callable[..., Any], places: Any = None) -> Callable[..., Any]:
         """Compiles the function to one program."""
@@ -1182,36 +1202,14 @@ class RoundedSum(Rounded, Adapters):
                 pulled[*path, name] = _join_layers([(at, pair[number]) for at, pair in parts])
         return unflatten_dict(pulled)
 
-    def pack(self, base: Params, kept: Kept, masters: Params) -> Params:
-        """Makes the exported student: blocks, as a packed model has them."""
-
-        def encode(dtype: str, x: Array, scales: Scales) -> tuple[Array, ...]:
-            return encode_fields(x, dtype, scales)
-
-        return self._replace_all(encode, stack_blocks, base, kept, masters)
-
-    def _replace_all(
-        self,
-        change: Callable[[str, Array, Scales], Any],
-        join: Callable[[Any], Any],
-        base: Params,
-        kept: Kept,
-        masters: Params,
-    ) -> Params:
-        """Changes rounded matrices; `join` joins their parts, each a type, layers and a result."""
-        changes, scales, rounded = _flatten(masters), _flatten(kept), dict(self.types)
-        made: dict[tuple[str, ...], Any] = {}
-        for path, leaf in _flatten(base).items():
-            if path not in rounded:
-                made[path] = self.add(path, leaf, changes)
-                continue
-            parts = []
-            for dtype, layers in parts_by_type(rounded[path]):
-                run, of = functools.partial(change, dtype), scales[*path, dtype]
-                found = self._map(run, path, layers, (base, masters), of)
-                parts.append((dtype, layers, found))
-            made[path] = join(parts)
-        return unflatten_dict(made)
+    def _list_exact(self, base: Params, masters: Params) -> dict[tuple[str, ...], Any]:
+        """Adds up what is not rounded."""
+        changes, rounded = _flatten(masters), dict(self.types)
+        return {
+            path: self.add(path, leaf, changes)
+            for path, leaf in _flatten(base).items()
+            if path not in rounded
+        }
 
     def _map(
         self,
