@@ -8,11 +8,13 @@ import json
 import shutil
 from pathlib import Path
 
+import chex
 import numpy as np
 import pytest
 from conftest import make_tiny_config, start_over
 from quick import cases
 from resuming import assert_goes_on, assert_resumes, assert_trains_alike, finish
+from test_run import saved
 
 from kdjax.commands import evaluate
 from kdjax.config import Config, set_fields, validate
@@ -75,6 +77,25 @@ def test_each_column_of_a_batch_has_a_number_a_position(run):
     placed = job.step.put(job.source.next({}))
     assert {"teacher_places", "teacher_byte_weights"} < placed.keys()
     assert {x.shape for x in placed.values()} == {placed["tokens"].shape}
+
+
+def test_text_alone_is_not_encoded_for_a_teacher(run, tmp_path):
+    """It trains as without a teacher, whom evaluations ask."""
+    config = copy.deepcopy(run[0])
+    config.loss.alpha = 1.0
+    folders = tmp_path / "with", tmp_path / "without"
+    for folder in folders:
+        folder.mkdir()
+    _, workdir, job, recorder = finish(config, folders[0])
+    batch = job.source.next({})
+    added = job.step.put(batch).keys() - job.step.put(batch, heldout=True).keys()
+    assert not added and not any("teacher" in name for name in (*batch, *job.step.put(batch)))
+    assert all("kl" in call[2] for call in recorder.calls if call[0] == "eval")
+
+    config.teacher.path = ""
+    _, without, other, _ = finish(config, folders[1])
+    trained, wanted = (saved(*one)[1].params for one in ((job, workdir), (other, without)))
+    chex.assert_trees_all_equal(trained, wanted)
 
 
 @pytest.fixture(scope="module")

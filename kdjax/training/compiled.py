@@ -33,7 +33,7 @@ def count_step(
     """
     placement = dataclasses.replace(placement, shapes=True)
     teacher, step, _ = build_step(config, pair, placement, kind)
-    batch = shape_batch(config.train.batch_size, config.data.seq_len, pair.vocabulary)
+    batch = shape_batch(config.train.batch_size, config.data.seq_len, step.trained_vocabulary)
     inputs = step.abstract, teacher.params if teacher else {}, batch
     placed = place_shapes((*inputs, step.fixed), sharding.replicated(placement.mesh))
     traced = step.jitted.trace(*placed[:3], **placed[3])

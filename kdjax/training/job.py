@@ -172,7 +172,7 @@ class Job:
             process_count=jax.process_count(),
             more=self.cache and self.cache.heldout if rows is None else None,
         )
-        return (self.step.put(batch) for batch in batches)
+        return (self.step.put(batch, heldout=True) for batch in batches)
 
     @property
     def teacher_params(self) -> Params:
@@ -333,7 +333,7 @@ def make_source(
 ) -> Source:
     """Makes the config's batch source: rows, or rounds of answers."""
     if not config.rollout.prompts:
-        return text_source(config.train, rows, cache, pair.vocabulary)
+        return text_source(config.train, rows, cache, step.trained_vocabulary)
     others = config.train.batch_size - count_own_rows(config)
     text = others and TextSource(rows.train, batch_size=others, seed=config.train.seed)
     student, loss = open_writer(pair, step), step.spec.head.loss
@@ -459,7 +459,8 @@ def begin_step(
     with silence():
         teacher, step, _ = build_step(config, pair, shapes, kind)
     sizes = config.train.batch_size, config.eval.batch_size
-    batches = [shape_batch(rows, config.data.seq_len, pair.vocabulary) for rows in sizes]
+    read = zip(sizes, (step.trained_vocabulary, step.vocabulary), strict=True)
+    batches = [shape_batch(rows, config.data.seq_len, vocabulary) for rows, vocabulary in read]
     step.compile_ahead(teacher.params if teacher else {}, *batches)
     return step
 

@@ -173,6 +173,11 @@ class StepSpec:
     schedules: Schedules | None = None  # of the loss; `head.loss` has their last values
     shapes: Mapping[str, Any] | None = None  # of the teacher's arrays by path; None: not compared
 
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether a training step needs the teacher: at alpha = 1 only its figures would change."""
+        return self.head.loss.has_divergence or self.schedules is not None
+
 
 def _sum_over_devices(
     function: Callable[..., Any], spec: StepSpec, outs: Callable[[Any], Any]
@@ -291,8 +296,7 @@ def _sum_gradients(
     params: Params, teacher: Params, batch: Batch, *, spec: StepSpec
 ) -> tuple[Params, LossSums, Array]:
     """Sums over the positions of one device: of gradients, of figures, and their count, int32."""
-    # At alpha = 1 the teacher would change nothing but the figures: it runs in evaluations only.
-    kind = spec.kind if spec.head.loss.has_divergence or spec.schedules else NoTeacher()
+    kind = spec.kind if spec.asks_teacher else NoTeacher()
     # With layer losses a packed teacher runs, and is decoded, once a part.
     if spec.microbatches > 1 and not list_names(spec.extra, "teacher"):
         running = RunningTeacher(spec.teacher, teacher)
@@ -518,7 +522,9 @@ class Step:
         form, self.base = spec.form, spec.form.base(params)
         shapes = jax.eval_shape(lambda tree: tree, form.masters(params))
         self.placement = dataclasses.replace(placement, shapes=False)
-        self.vocabulary = vocabulary or Vocabulary(spec.head.width, spec.head.real_vocab)
+        plain = Vocabulary(spec.head.width, spec.head.real_vocab)
+        self.vocabulary = vocabulary or plain  # of evaluations
+        self.trained_vocabulary = self.vocabulary if spec.asks_teacher else plain
         both: Any = spec.student, params, spec.teacher, teacher
         self._extra: Any = (spec.extra and begin_projections(spec.extra, *both)) or None
         begin = functools.partial(init_state, tx=spec.tx, form=form, extra=self._extra)
@@ -643,7 +649,7 @@ class Step:
         and for arrays of other names or shapes than the teacher's.
         """
         refuse_donated(state)
-        placed, outside = self._put(batch, self.spec.microbatches)
+        placed, outside = self._put(batch, self.spec.microbatches, self.trained_vocabulary)
         state, metrics = self.train(state, name_arrays(teacher), placed)
         return state, metrics if outside is None else metrics.replace(outside=outside)
 
@@ -658,7 +664,7 @@ class Step:
             print(step.evaluate(state, teacher.params, heldout)["kl"])
         """
         refuse_donated(state)
-        placed = (self.put(batch) for batch in batches)
+        placed = (self.put(batch, heldout=True) for batch in batches)
         judged, loss = self.add_extra(self.see(state), state), self.spec.head.loss
         try:
             return held_out(self.sum_evaluation, judged, name_arrays(teacher), placed, loss)
@@ -668,16 +674,17 @@ class Step:
                 "exhausted iterator yields no batch: pass a list."
             ) from None
 
-    def put(self, batch: Any, parts: int = 1) -> Batch:
+    def put(self, batch: Any, parts: int = 1, *, heldout: bool = False) -> Batch:
         """Completes a batch and puts it on the devices, which share its rows.
 
-        `parts` is the number of microbatches. Labels of -100 get weight 0. Raises `UserError` for
+        `parts` is the number of microbatches. A batch of training gets a teacher's columns only if
+        the loss asks the teacher. Labels of -100 get weight 0. Raises `UserError` for
         ids outside the vocabulary: in host arrays at once, in arrays on devices when a later batch
         is put and their count is ready.
         """
-        return self._put(batch, parts)[0]
+        return self._put(batch, parts, self.vocabulary if heldout else self.trained_vocabulary)[0]
 
-    def _put(self, batch: Any, parts: int) -> tuple[Batch, Array | None]:
+    def _put(self, batch: Any, parts: int, vocabulary: Vocabulary) -> tuple[Batch, Array | None]:
         """Puts a batch as `put` does, and counts the ids outside in arrays on devices."""
         mesh, whole = self.placement.mesh, complete_batch(batch)
         ready = [x for x in self._outside if x.is_ready()]
@@ -698,7 +705,7 @@ class Step:
             whole["labels"], whole["weights"], outside = self._read_ids(*ids)
         else:
             whole["labels"], whole["weights"] = check_ids(*ids, head=self.spec.head)
-        whole = self.vocabulary.complete(whole)
+        whole = vocabulary.complete(whole)
         on_host = {k: v for k, v in whole.items() if not isinstance(v, jax.Array)}
         placed = whole | put_batch(on_host, mesh)
         odd = self.spec.kind.check_columns(whole, placed, self.spec.head)

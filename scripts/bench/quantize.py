@@ -261,7 +261,7 @@ class Bench:
             batches = pipeline.eval_batches(
                 rows, batch_size=args.batch_size, limit=args.heldout_rows
             )
-            placed, loss = (step.put(batch) for batch in batches), step.spec.head.loss
+            placed, loss = (step.put(batch, heldout=True) for batch in batches), step.spec.head.loss
             return held_out(step.sum_evaluation, params, teacher.params, placed, loss)
 
         found = measure(self.rows.heldout)
