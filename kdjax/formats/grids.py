@@ -1,10 +1,9 @@
 """The entries of a grid that are nearest to numbers: what IQ3_S, IQ3_XXS and IQ2_S round to.
 
 These types round four or eight numbers at once, to one entry of a table (`codebooks`). All entries
-are compared, a few at a time, so that temporaries have no more numbers than the input; a GPU
-compares few numbers with all of them at once. Numbers are rounded to a small part of a step first:
-distances are then whole numbers that float32 holds exactly, and the nearest entry is the same one
-on every backend.
+are compared, on a CPU a few at a time, so that temporaries have no more numbers than the input.
+Numbers are rounded to a small part of a step first: distances are then whole numbers that float32
+holds exactly, and the nearest entry is the same one on every backend.
 """
 
 import functools
@@ -18,12 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from kdjax.formats import codebooks
 
-# Entries that one pass over the numbers compares, by the size of an entry. On an H200 passes of 64
-# take a fifth of the time of passes of 16 for four numbers, six times as long for eight.
-_TOGETHER = {4: 64, 8: 16}
-# Numbers up to which a GPU compares all entries at once: a pass of a loop waits for the host there,
-# so that GPTQ, which rounds a few columns at a time, took 50 times as long.
-_FEW = 1 << 20
+_TOGETHER = 16  # entries that one pass over the numbers compares on a CPU
 
 
 class Grid(NamedTuple):
@@ -87,26 +81,27 @@ def find_nearest(
         return (lax.bitcast_convert_type(distance, jnp.int32) & -count) | index
 
     def compare_in_passes(*given: Any) -> Array:
-        together = _TOGETHER[size]
-        parts = jnp.asarray(table.T.reshape(-1, together, size + 1))
+        parts = jnp.asarray(table.T.reshape(-1, _TOGETHER, size + 1))
 
         def compare(i: Array, best: Array) -> Array:
             rows = lax.dynamic_index_in_dim(parts, i, keepdims=False)
-            for place in range(together):
-                best = jnp.minimum(best, number(rows[place], i * together + place, *given))
+            for place in range(_TOGETHER):
+                best = jnp.minimum(best, number(rows[place], i * _TOGETHER + place, *given))
             return best
 
         first = jnp.full(numbers[0].shape, np.iinfo(np.int32).max, jnp.int32)
-        return lax.fori_loop(0, count // together, compare, first)
+        return lax.fori_loop(0, count // _TOGETHER, compare, first)
 
+    # On a GPU a pass of a loop waits for the host (70 us on an H200): GPTQ, which rounds a few
+    # columns at a time, took 50 times as long, and a step of training is slower too.
     def compare_at_once(*given: Any) -> Array:
         wide = jax.tree.map(lambda x: x[..., None], given)
         along = (size + 1, *(1,) * numbers[0].ndim, count)
         index = np.arange(count, dtype=np.int32).reshape(along[1:])
         return number(jnp.asarray(table.reshape(along)), index, *wide).min(axis=-1)
 
-    others = compare_at_once if x.size <= _FEW else compare_in_passes
-    best = lax.platform_dependent(own, slopes, w, cpu=compare_in_passes, default=others)
+    ways = dict(cpu=compare_in_passes, default=compare_at_once)
+    best = lax.platform_dependent(own, slopes, w, **ways)
     return best & (count - 1)
 
 
