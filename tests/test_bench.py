@@ -12,6 +12,7 @@ import pytest
 from kdjax.errors import UserError
 from kdjax.losses.kd import KDLoss, kd_loss
 from kdjax.models.loading import count_parameters
+from kdjax.training import pair
 from kdjax.training import step as training_step
 from scripts.bench import peer, program, rollouts, rows, step, vocabularies
 from scripts.bench.arms import run_arms
@@ -377,11 +378,30 @@ def test_each_way_to_ask_a_teacher_is_an_arm_with_a_name():
     assert [arm.kind for arm in arms if arm.alpha == 1] == ["text"] * 2
 
 
-def test_scripts_have_the_parser_of_a_run(monkeypatch, capsys):
+def test_vocabularies_without_a_result_end_with_a_line(tmp_path, monkeypatch, capsys):
+    """Every arm failed, or none began: the table ended with a traceback."""
+    begun = mock.Mock(side_effect=UserError("no such student"))
+    monkeypatch.setattr(vocabularies, "run_arm", begun)
+    asked = [f"--out={tmp_path}", "--student=a.gguf", "--seeds=1", "--rates=1e-4", "--seconds=9"]
+    assert vocabularies.main(asked) == 2
+    assert "error: found no result in" in capsys.readouterr().err
+    config, _, arm = begun.call_args.args
+    # The student's own weights: of the demo's config for random ones they were not read.
+    assert config.student.init == "checkpoint" and arm.student == "a.gguf"
+
+
+def test_a_pair_with_too_narrow_a_teacher_is_not_timed_as_one_vocabulary():
+    tokenizer = types.SimpleNamespace(vocab_size=300)
+    with vocabularies.take_for_one():
+        assert pair.choose_vocabulary(320, 310, tokenizer, None).width == 310
+        with pytest.raises(UserError, match="300 ids and a teacher's head of 299 rows"):
+            pair.choose_vocabulary(320, 299, tokenizer, None)
+
+
+def test_scripts_have_the_parser_of_a_run(capsys):
     """No command of kdjax, they ended with a KeyError."""
-    monkeypatch.setattr("sys.argv", ["vocabularies", "--help"])
     with pytest.raises(SystemExit, match="0"):
-        vocabularies.main()
+        vocabularies.main(["--help"])
     assert "0  finished" in capsys.readouterr().out
     config = compiled_memory.make_config(types.SimpleNamespace(set=["train.batch_size=3"]))
     assert config.train.batch_size == 3

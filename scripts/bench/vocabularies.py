@@ -14,7 +14,8 @@ arm is a line of OUT/results.jsonl, and the table is by the best rate of each so
 demo's stories: byte-level BPE and SentencePiece's BPE, `--ids` each. `--pace=N` times N steps,
 three times in turn with N of a pair of the same shapes that is taken for one of one vocabulary;
 with several `--teachers` in turn with N of each, and of the text alone.
-Arguments that it does not know set fields (`--config.train.batch_size=4`).
+Arguments that it does not know set fields (`--config.train.batch_size=4`); without `--config` the
+demo's hold, whose weights are random with `--toy` and else the student's.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import copy
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +38,7 @@ from kdjax.commands.parsing import load_config, override, run_parser
 from kdjax.config import Config, set_fields, settle_dtype
 from kdjax.data.pipeline import PREFETCH
 from kdjax.device import cluster
+from kdjax.errors import UserError, reporting
 from kdjax.models.tokenizer import Tokenizer
 from kdjax.training import pair, vocabulary
 from kdjax.training.caching import cache_teacher
@@ -190,8 +193,17 @@ def list_arms(args: argparse.Namespace, students: Sequence[str]) -> Iterator[Arm
 
 
 def summarise(out: Path) -> str:
-    """The table in Markdown: of each student and sort of arm the best rate, over its seeds."""
-    records = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    """The table in Markdown: of each student and sort of arm the best rate, over its seeds.
+
+    Raises `UserError` without a result.
+    """
+    results = out / "results.jsonl"
+    if not results.exists():
+        raise UserError(
+            f"found no result in {out}; expected one of an arm. Mend what the arms above say, or "
+            "raise --limit, and run the command again."
+        )
+    records = [json.loads(line) for line in results.read_text().splitlines()]
     groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for record in records:
         key = Path(record["student"]).name, record["kind"], record["rate"]
@@ -279,13 +291,20 @@ def take_for_one() -> Any:
 
     def choose(rows: int, theirs: int, tokenizer: Tokenizer, *_: Any) -> Vocabulary:
         least = min(rows, theirs)
+        if least < tokenizer.vocab_size:
+            raise UserError(
+                f"found a student of {tokenizer.vocab_size:,} ids and a teacher's head of "
+                f"{theirs:,} rows; expected as many rows, to time the pair as one of one "
+                "vocabulary. Name several --teachers: --pace then compares these."
+            )
         return own_vocabulary(least, min(tokenizer.vocab_size, least))
 
     return mock.patch.object(pair, "choose_vocabulary", choose)
 
 
-def main() -> None:
-    """Runs the arms, and prints the table."""
+@reporting
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the arms, and prints the table; returns the exit status."""
     parser = run_parser("vocabularies", __doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True)
@@ -302,8 +321,9 @@ def main() -> None:
     add("--peers", nargs="*", default=[], choices=[*PEERS], help="other projects' losses")
     add("--rates", type=float, nargs="+", default=[1e-5, 3e-5, 1e-4])
     add("--pace", type=int, default=0, help="steps to time instead")
-    args, rest = parser.parse_known_args()
-    config = override(load_config(args.config or "demo:random")[0], rest, parser)
+    args, rest = parser.parse_known_args(argv)
+    named = args.config or ("demo:random" if args.toy else "demo")
+    config = override(load_config(named)[0], rest, parser)
     students = args.student
     if args.toy:
         texts = [json.loads(line)["text"] for line in demo.STORIES.read_text().splitlines()]
@@ -317,11 +337,12 @@ def main() -> None:
             first = {arm.teacher: arm for arm in arms[::-1] if arm.alpha != 1 and not arm.loss}
             timed = {name: first[name] for name in args.teachers} | {"text": arms[-1]}
         print(json.dumps(time_pace(config, args.out, timed, args.pace)))
-        return
+        return 0
     until = time.monotonic() + args.limit
     run_arms(arms, lambda arm: run_arm(config, args.out, arm), args.out, until=until, around=AROUND)
     print(summarise(args.out))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
