@@ -23,11 +23,13 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE="/nonexistent/hub")
 import jax
 import programs
 import pytest
+from _pytest import runner
 from _pytest.unraisableexception import gc_collect_iterations_key
 from absl import flags
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
+gc.disable()  # until pytest has found all tests, which took 10 s of a process in place of 16
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -96,11 +98,17 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Caches and garbage: it is collected seldom, which was a sixth of a tracing test's time."""
+    """Programs stay in the cache, and garbage is collected seldom."""
     programs.stay_on()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.collect()
+    programs.collect_seldom()
     _dropped[0] = _measure_memory()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """A test and its fixtures as pytest runs them, with room for their frames."""
+    return programs.call_with_room(runner.pytest_runtest_protocol, item, nextitem)
 
 
 _dropped = [0.0]  # memory of the process when its programs were dropped, or when it began

@@ -334,8 +334,10 @@ def test_a_tracker_is_missed_before_anything_is_opened(tiny_config, tmp_path, mo
 @pytest.mark.slow
 def test_a_few_of_every_fault_lose_nothing():
     """The short form of what docs/robustness.md reports."""
-    command = [sys.executable, "-m", "scripts.checks.faults", "--short"]
-    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=270)
+    command = [sys.executable, "-m", "programs", "scripts.checks.faults", "--short"]
+    how = dict(text=True, capture_output=True, timeout=270)
+    how["env"] = os.environ | dict(PYTHONPATH=f"{Path(__file__).parent}:{REPOSITORY}")
+    done = subprocess.run(command, cwd=REPOSITORY, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\| `kill -9` at a random moment of a run \| 2 \|", done.stdout)
     assert re.search(r"^0 of \d\d processes printed a traceback", done.stdout, re.M)
