@@ -306,11 +306,11 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
         args.learning_rate = kind.rate
     kind.check_flags(args)
     check_sources(args.out, [_served(args), args.draft])
+    config = override(_make_config(args), rest, parser)
+    validate(config)
     if not args.plan:  # a plan reads headers alone, and may be for another machine
         find_files(args.data or args.prompts, Fields.parse(args.fields))
         kind.check_models(args)
-    config = override(_make_config(args), rest, parser)
-    validate(config)
     return RunCommand(args, config, "draft", {})
 
 
