@@ -1,8 +1,10 @@
 """Reads command lines for all commands: flags, the config of a run, the environment."""
 
 import argparse
+import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import math
@@ -19,6 +21,7 @@ from absl import flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
+from kdjax import config as config_module
 from kdjax import hub, recipes
 from kdjax.config import (
     CONFLICTS,
@@ -374,13 +377,22 @@ def _describe_section(section: Any) -> dict[str, tuple[str, str]]:
     """Fields of a section, then of the sections within it, such as `lora.rank`."""
     described = {
         name: (default.strip(), text)
-        for name, default, text in _FIELD.findall(inspect.getsource(type(section)))
+        for name, default, text in _FIELD.findall(_read_classes()[type(section).__name__])
     }
     for name, inner in vars(section).items():
         if dataclasses.is_dataclass(inner):
             fields = _describe_section(inner).items()
             described |= {f"{name}.{field}": entry for field, entry in fields}
     return described
+
+
+@functools.cache
+def _read_classes() -> dict[str, str]:
+    """Source of each class of `kdjax.config`; `inspect.getsource` parses all of it for each."""
+    source = inspect.getsource(config_module)
+    lines = source.splitlines(keepends=True)
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    return {node.name: "".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
 
 
 def describe_conflicts() -> list[str]:
