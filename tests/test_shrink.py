@@ -614,6 +614,23 @@ def test_a_damaged_time_of_a_step_is_refused(text, tmp_path):
         shrink._Work._fit_steps(work, kdjax.Config(), tmp_path / "run-1")
 
 
+@pytest.mark.parametrize("timed", [0, 1, 3])
+def test_steps_that_were_stopped_while_they_were_timed_leave_no_time(timed, tmp_path, monkeypatch):
+    """A signal ends the run of the steps, which returns; the median of no step is no number."""
+
+    def distill(_, workdir, on_step, **__):
+        workdir.mkdir()
+        for _ in range(timed):
+            on_step(SimpleNamespace(seconds=1.0))
+        return "interrupted"
+
+    monkeypatch.setattr(shrink, "distill", distill)
+    work = SimpleNamespace(args=SimpleNamespace(seconds=10.0))
+    with pytest.raises(KeyboardInterrupt):
+        shrink._Work._fit_steps(work, kdjax.Config(), tmp_path / "run-1")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_work_folder_may_be_the_folder_of_the_model(exact, text, tmp_path, capsys, monkeypatch):
     """The model stays, also if the file has its name; more rows than there are mean all of them."""

@@ -13,6 +13,7 @@ the recipe of llama-quantize that is no larger.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -434,10 +435,11 @@ class _Work:
 
             config.eval.rows, config.train.steps = 1, max(config.train.steps, _PACE + 1)
             trial = workdir.with_name(f"{workdir.name}.pace")
-            try:
+            with contextlib.suppress(_Paced):
                 distill(config, trial, on_step=note, suits_cpu=True, distributed="off")
-            except _Paced:
-                shutil.rmtree(trial, ignore_errors=True)
+            shutil.rmtree(trial, ignore_errors=True)
+            if len(seconds) < _PACE:  # a signal ended it
+                raise KeyboardInterrupt
             with replacing(pace) as file:
                 file.write(json.dumps({"step": float(np.median(seconds[1:]))}).encode())
             config.eval.rows = Config().eval.rows
