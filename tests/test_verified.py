@@ -262,6 +262,22 @@ def test_a_kill_behind_the_first_answers_is_no_file_of_anothers(models, tmp_path
     assert out.read_bytes() == first and WrittenAnswers(out, {}).asked == 2
 
 
+def test_answers_go_to_no_folder_and_not_among_the_prompts(models, tmp_path, capsys):
+    """A later call would take them for prompts."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "q.jsonl").write_text('{"text": "def f(x):"}\n')
+    flags = [str(models / "student.gguf"), f"--prompts={folder}", "--max-tokens=4"]
+    for out, message in (
+        (f"{folder}/../texts/a.jsonl", "a.jsonl is within "),
+        (str(tmp_path), "is a folder; expected a file to write. Give another --out."),
+        ("", "error: . is a folder"),
+    ):
+        assert command.main([*flags, f"--out={out}"]) == 2
+        assert message in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["q.jsonl"]
+
+
 @pytest.mark.slow
 def test_the_command_answers_prompts(models, tmp_path, capsys):
     texts = [{"text": f"def f{i}(x):\n    return x + {i}\n"} for i in range(9)]

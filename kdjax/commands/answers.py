@@ -34,7 +34,7 @@ from kdjax.commands.parsing import (
     read_paths,
 )
 from kdjax.data.fields import Fields
-from kdjax.data.sources import find_files
+from kdjax.data.sources import find_files, split_sources
 from kdjax.device import runtime, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import problems, sandbox
@@ -90,6 +90,8 @@ def _check(args: argparse.Namespace) -> Sampling:
     for name, value in zip(("samples", "temperature", "top_p"), _DEFAULTS[kind], strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.out.is_dir():
+        raise UserError(f"{args.out} is a folder; expected a file to write. Give another --out.")
     args.wording = args.wording or "instruct"
     args.timeout = sandbox.DEFAULT.wall_seconds if args.timeout is None else args.timeout
     check_least(args, samples=1, max_tokens=1, batch_size=1, limit=0, seconds=0)
@@ -116,6 +118,12 @@ def _answer_prompts(
     most = target.checkpoint.spec.max_positions - args.max_tokens
     fields = Fields.parse(args.fields)
     check_sources(args.out, find_files(args.prompts, fields))
+    for folder in map(Path, split_sources(args.prompts)[0]):
+        if folder.is_dir() and args.out.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{args.out} is within {folder}, whose files are prompts, and so would the answers "
+                "be. Give an --out elsewhere."
+            )
     prompts = list_prompts(args.prompts, tokenizer, most, fields)
     made_by = _tell(args, target, (repr(prompt.ids) for prompt in prompts), "ended")
     random.Random(args.seed).shuffle(prompts)
