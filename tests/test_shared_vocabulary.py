@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import itertools
 import json
+from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import optax
 import pytest
 
 import kdjax
+from kdjax.config import Config
 from kdjax.data.rows import tokenize_documents
 from kdjax.data.text import documents, render_records
 from kdjax.errors import UserError
@@ -21,7 +24,8 @@ from kdjax.losses.chunked import HeadSpec
 from kdjax.losses.kd import KDLoss
 from kdjax.models.alignment import REASONS, list_segments, map_tokens, read_batch
 from kdjax.models.kernels import softmax
-from kdjax.training.pair import choose_vocabulary
+from kdjax.training import inputs
+from kdjax.training.pair import Pair, choose_vocabulary
 from kdjax.training.step import assemble_step
 from kdjax.training.teachers import CachedHidden, CachedTopK, Dense, RunningTeacher
 from kdjax.training.vocabulary import Reread, share_tokens
@@ -465,6 +469,21 @@ def test_evaluate_compares_models_of_two_tokenizers(models, mesh, tmp_path):
     (alone,) = measure(target, None, text, mesh, batch_size=2).values()
     assert overall["ce"] == pytest.approx(alone["overall"]["ce"], rel=1e-5)
     assert overall["bits_per_byte"] == pytest.approx(alone["overall"]["bits_per_byte"], rel=1e-5)
+
+
+def test_a_teacher_without_a_template_is_refused_before_text_is_packed(tmp_path, monkeypatch):
+    student = make_byte_level(TEXTS * 3, 320, end="<|im_end|>", template=CHATML)
+    teacher = make_byte_level(TEXTS * 3, 370)
+    turns = [{"role": "user", "content": "x?"}, {"role": "assistant", "content": "y = 2"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    config = Config()
+    config.data.train = str(tmp_path / "chats.jsonl")
+    vocabulary = share_tokens(student, teacher, student.vocab_size, teacher.vocab_size)
+    models = {"tokenizer": student, "teacher": SimpleNamespace(tokenizer=teacher)}
+    pair = mock.Mock(spec=Pair, vocabulary=vocabulary, **models)
+    monkeypatch.setattr(inputs, "prepare", lambda *_: pytest.fail("packed the text"))
+    with pytest.raises(UserError, match=r"chats.jsonl:1: the tokenizer has no .*the teacher's"):
+        inputs.prepare_all(config, pair)
 
 
 def test_a_students_answer_is_read_after_the_prompt_in_the_teachers_template(chats):

@@ -50,12 +50,13 @@ def prepare_all(config: Config, pair: Pair, begun: str = "") -> RowSet:
     """Returns the rows of a run: packed text, from the cache if it has them.
 
     `begun` is the key of the rows that the run began with, if it has begun. Raises `UserError` for
-    a teacher with another chat template than the prompts'.
+    a teacher with another chat template than the prompts', or of another tokenizer and without one.
     """
     writes = config.rollout.prompts and config.rollout.writer == "teacher"
     pair.vocabulary.refuse(writes and "rollout.writer=teacher", "it would write its own ids")
     tensor = config.mesh.tensor > 1 and f"mesh.tensor={config.mesh.tensor}"
     pair.vocabulary.refuse(tensor, "rows of a split head are not put in another order")
+    _learn_conversations(config, pair)  # refuses before the text is packed, which may take hours
     rows = prepare(config.data, pair.tokenizer, begun)
     for line in count_run(config, rows).lines():
         _log.info("%s", line)
@@ -69,22 +70,25 @@ def prepare_all(config: Config, pair: Pair, begun: str = "") -> RowSet:
 _SAMPLED = 64  # rows
 
 
-def read_shared(config: Config, pair: Pair, rows: RowSet) -> None:
-    """Reads conversations as a teacher of another tokenizer does, and logs what is compared.
+def _learn_conversations(config: Config, pair: Pair) -> None:
+    """Reads conversations as a teacher of another tokenizer does."""
+    if pair.teacher is None:
+        return
+    both, fields = (pair.tokenizer, pair.teacher.tokenizer), Fields.parse(config.data.fields)
+    files = [f for side in row_settings(config.data, pair.tokenizer).find_files() for f in side]
+    pair.vocabulary.learn(render_records(files, *both, fields))
+    prompts = find_files(config.rollout.prompts, fields) if config.rollout.prompts else []
+    read = zip(*(openings(prompts, x, fields) for x in both), strict=True)
+    pair.vocabulary.learn_prompts((ours.text, theirs.text) for ours, theirs in read if ours.chat)
 
-    Raises `UserError` for a teacher without a chat template, and if too few positions are.
+
+def read_shared(config: Config, pair: Pair, rows: RowSet) -> None:
+    """Logs what is compared with a teacher of another tokenizer.
+
+    Raises `UserError` if too few positions are.
     """
-    vocabulary, teacher = pair.vocabulary, pair.teacher
-    settings = row_settings(config.data, pair.tokenizer)
-    if teacher is not None:
-        both, fields = (pair.tokenizer, teacher.tokenizer), Fields.parse(config.data.fields)
-        files = [path for side in settings.find_files() for path in side]
-        vocabulary.learn(render_records(files, *both, fields))
-        prompts = find_files(config.rollout.prompts, fields) if config.rollout.prompts else []
-        read = zip(*(openings(prompts, x, fields) for x in both), strict=True)
-        vocabulary.learn_prompts((ours.text, theirs.text) for ours, theirs in read if ours.chat)
     batches = pipeline.eval_batches(rows.train, batch_size=8, limit=_SAMPLED)
-    vocabulary.sample(batches, allow_few=config.loss.allow_few_shared)
+    pair.vocabulary.sample(batches, allow_few=config.loss.allow_few_shared)
 
 
 def find_begun(workdir: Path) -> str:
