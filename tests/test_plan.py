@@ -1042,3 +1042,20 @@ def test_auto_is_settled_by_what_fits(pairs, monkeypatch):
             continue
         chosen = plan.choose_plan(*arguments)
         assert chosen.kind.name == ("dense" if fast else "packed") and "by auto" in chosen.choice
+
+
+@pytest.mark.parametrize(("rows", "least"), [(1, 1), (12, 1), (12, 5), (36, 4), (97, 1), (7, 8)])
+def test_milder_plans_have_every_number_of_microbatches_that_divides_the_rows(rows, least):
+    config = Config()
+    config.train.batch_size, config.train.microbatches = rows, least
+    milder = plan._list_milder(config.loss, config.train, config.rollout, config.eval, 1)
+    parts = list(dict.fromkeys(changes["train.microbatches"] for changes in milder))
+    assert parts == [n for n in range(least, rows + 1) if rows % n == 0]
+
+
+def test_a_batch_of_a_billion_rows_has_its_milder_plans_at_once():
+    """Trying each number up to it took 25 s."""
+    config = Config()
+    config.train.batch_size = 10**12
+    milder = plan._list_milder(config.loss, config.train, config.rollout, config.eval, 1)
+    assert max(changes["train.microbatches"] for changes in milder) == 10**12

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -723,7 +724,8 @@ def _list_milder(
 ) -> Iterator[dict[str, Any]]:
     """Settings that need less memory, the mildest first, by the names of their fields."""
     rows = train.batch_size // shards
-    parts = [n for n in range(train.microbatches, rows + 1) if rows % n == 0]
+    small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
+    parts = sorted(n for n in {*small, *(rows // n for n in small)} if n >= train.microbatches)
     chunks = [n for n in (loss.chunk_tokens, 512, 256, 128) if n <= loss.chunk_tokens]
     evals = sorted({evaluation.batch_size, shards}, reverse=True)
     slots = {max(rollout.batch_size // n, shards) for n in (1, 4, 16)}
