@@ -782,6 +782,15 @@ def test_a_teacher_that_reads_no_conversation_is_no_fault_of_the_model(
     assert found and found[0].endswith("(the teacher's tokenizer)"), printed.err
 
 
+def test_positions_none_of_which_is_compared_have_no_difference():
+    """Two tokenizers may cut a class of targets in no place alike; 0 would be equal logits."""
+    columns = {"ce": np.ones(3), "difference": np.full(3, np.nan)}
+    columns |= dict.fromkeys(("classes", "bytes"), np.zeros(3))
+    assert "max_difference" not in heldout._summarise(columns)
+    columns["difference"] = np.array([np.nan, 2.0, 1.0])
+    assert heldout._summarise(columns)["max_difference"] == 2
+
+
 def test_bad_input_that_a_comparison_finds_is_no_fault_of_the_model(
     command, pair, tmp_path, monkeypatch
 ):

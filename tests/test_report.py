@@ -456,6 +456,16 @@ def test_other_divergences_and_top_k_caches_are_named(tmp_path):
     assert set(topk.notes) & set(page.closing_lines(tmp_path / "b", 4))
 
 
+def test_where_nothing_is_compared_no_figure_of_it_is_shown(tmp_path):
+    """Two tokenizers may cut no held-out position alike; a KL of 0 would be a perfect copy."""
+    none = dict.fromkeys(("compared", "kl", "divergence", "agreement", "acceptance"), 0.0)
+    lines = [line | none if "kl" in line else line for line in WHOLE]
+    columns, rows = page.results_table([read_run(workdir(tmp_path / "a", lines, receipt()))])
+    assert "compared" in columns and "loss" in columns
+    assert not {"KL to the teacher", "agreement", "acceptance"} & set(columns)
+    assert "0.0%" in rows[-1][1] and "0.0000" not in rows[-1][1]
+
+
 def test_errors_say_what_to_do(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"found neither figures .*kdjax train --config="):

@@ -458,13 +458,13 @@ def _summarise(columns: dict[str, np.ndarray]) -> dict[str, Any]:
     classes, sizes = columns["classes"], columns["bytes"]
     figures: dict[str, Any] = {"tokens": len(classes)}
     for name in (name for name in Values._fields if name in columns):
-        if name == "difference":
-            figures["max_difference"] = float(np.nanmax(columns[name], initial=0.0))
-            continue
         known = columns[name][~np.isnan(columns[name])]
         if name == "kl_ts" and len(known) < len(classes):  # of two tokenizers
             figures["compared"] = len(known) / len(classes)
         if not len(known):
+            continue
+        if name == "difference":
+            figures["max_difference"] = float(known.max())
             continue
         figures[name] = math.fsum(known) / len(known)
         if name in ("ce", "teacher_ce"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from kdjax.errors import FINISHED, INTERRUPTED, SMOKE_FAILED, status_of
+from kdjax.losses.shared import OF_COMPARED
 from kdjax.models.decoder import Params
 
 
@@ -45,6 +46,12 @@ def kl_names(figures: Mapping[str, float]) -> tuple[str, str]:
     They differ for figures over all ids and over a cache's ids.
     """
     return ("kl", "divergence") if "kl" in figures else ("kl_topk", "divergence_topk")
+
+
+def drop_uncompared(figures: Mapping[str, float]) -> Mapping[str, float]:
+    """Leaves out what is 0 since two tokenizers cut no position alike; else all figures stay."""
+    names = (*OF_COMPARED, "divergence") if figures.get("compared") == 0 else ()
+    return {name: value for name, value in figures.items() if name not in names}
 
 
 class Hook:

@@ -14,7 +14,7 @@ from kdjax.data.rollouts import ROUND
 from kdjax.errors import UserError
 from kdjax.formats.files import replacing, writing
 from kdjax.progress import PHASES, Phase, count_seconds, describe_phases
-from kdjax.training.hooks import SHARED, Hook, Run, StepRecord, kl_names
+from kdjax.training.hooks import SHARED, Hook, Run, StepRecord, drop_uncompared, kl_names
 
 METRICS = "metrics.jsonl"
 _NO_ID = re.compile(r"[/\\#?%:]")  # what no id of a run of Weights & Biases may hold
@@ -293,7 +293,7 @@ class Terminal(Hook):
         return "  ".join(fields)
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
-        f = figures
+        f = drop_uncompared(figures)
         self._held_out = f["tokens"]
         fields = [
             f"{side} ce {f[f'{side}_ce']:.4f} (ppl {f[f'{side}_perplexity']:.3f})"
@@ -305,6 +305,7 @@ class Terminal(Hook):
             fields.append(f"{kl} {f[kl]:.4f}")
             if f[trained] != f[kl]:  # not the forward KL at T = 1
                 fields.append(f"{trained}(T={f['temperature']:g}) {f[trained]:.4f}")
+        if kl in f or SHARED[0] in f:
             compared = "agreement", "acceptance", "acceptance_topk", *SHARED
             fields += [f"{name} {f[name]:.4f}" for name in compared if name in f]
         fields.append(f"over {f['tokens']:,.0f} tokens")

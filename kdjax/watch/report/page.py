@@ -5,7 +5,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from textwrap import fill
@@ -19,6 +19,7 @@ from kdjax.config import Config, flatten
 from kdjax.errors import UserError, WriteError
 from kdjax.formats.files import replacing
 from kdjax.formats.saved import RECEIPT, find_best
+from kdjax.training.hooks import drop_uncompared
 from kdjax.watch.report import FILE
 from kdjax.watch.report.workdir import SAMPLES, TOPK, RunRecord, read_run, read_runs
 from kdjax.watch.writers import METRICS
@@ -189,8 +190,9 @@ def results_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[tuple[str,
     return list(compress(names, used)), shown
 
 
-def _cells(figures: dict[str, float], side: int) -> tuple[str, ...]:
+def _cells(figures: Mapping[str, float], side: int) -> tuple[str, ...]:
     """The cells of one row; `side` is 0 for the teacher, 1 for the student."""
+    figures = drop_uncompared(figures)
     values = ((figures.get(of[side], math.nan), of[2]) for of in _COLUMNS.values())
     return tuple(form.format(v) if math.isfinite(v) else _NOTHING for v, form in values)
 
