@@ -633,7 +633,9 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     needed = 4 * (weights + others + states + logits)
     if not gptq.suits(spec):
         return needed
-    rounds = 4 * (2 * weights + max(_READ, args.rows) * args.seq_len * spec.hidden_size)
+    positions = max(_READ, args.rows) * args.seq_len, args.rows * args.seq_len
+    read = positions[0] * spec.hidden_size + positions[1] * spec.mlp_size  # states, and inputs
+    rounds = 4 * 2 * (weights + read)  # the model's own, and of what is rounded
     return max(needed, rounds + gptq.count_hessian_bytes(spec))
 
 

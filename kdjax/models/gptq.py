@@ -3,12 +3,14 @@
 GPTQ (Frantar et al. 2022, arXiv:2210.17323) with the blocks of GGUF: the scales of a block are
 fitted, by the exporter's search, to the numbers that the columns before it have left; its columns
 are then rounded one after another with these scales. The numbers just before they are rounded are
-masters to train from: with these scales they round to the same blocks.
+masters to train from: with these scales they round to the same blocks. A matrix makes up for the
+rounded ones before it, too: half of the way it keeps the outputs from the model's own inputs,
+not from the inputs that rounded matrices return (GPTAQ, Li et al. 2025, arXiv:2504.02692).
 """
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,21 +34,28 @@ from kdjax.progress import counted
 # int32 columns [B, T] of each batch: `tokens`, `segment_ids` and `positions`, others are not read.
 Batches = Sequence[Mapping[str, np.ndarray]]
 _DAMP = 0.01  # share of the mean of the Hessian's diagonal that is added to the diagonal
+# Share of the way from a matrix's own numbers to those that give the exact outputs, by least
+# squares, which shrink as inputs are noise. Half lowers the KL by a quarter; all of it raises it.
+_SHARE = 0.5
+# Matrices of a layer in the order of their products: an input depends on earlier stages alone.
+_STAGES = ("q", "k", "v"), ("o",), ("gate", "up"), ("down",)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def round_matrix(
-    w: Float[Array, "out n"], hessian: Float[Array, "n n"], dtype: str
+    w: Float[Array, "out n"], hessian: Float[Array, "n n"], cross: Float[Array, "n n"], dtype: str
 ) -> tuple[Array, Scales, Array]:
     """Returns masters `[out, n]`, the scales of their blocks, and the rounded numbers.
 
-    `hessian` is the sum of outer products of the inputs.
+    `hessian` sums outer products of the inputs x, `cross` sums the exact inputs' with x.
     """
     size, (rows, width) = BLOCKS[dtype].elements, w.shape
     w, diagonal = w.astype(jnp.float32), jnp.diagonal(hessian)
     dead = diagonal == 0
     damped = hessian + jnp.diag(jnp.where(dead, 1.0, _DAMP * jnp.mean(diagonal)))
     lower = jax.scipy.linalg.cho_factor(damped, lower=True)
+    change = jnp.matmul(w, cross - hessian, precision=jax.lax.Precision.HIGHEST)
+    w = w + _SHARE * jax.scipy.linalg.cho_solve(lower, change.T).T
     inverse = jax.scipy.linalg.cho_solve(lower, jnp.eye(width))
     upper = jnp.linalg.cholesky(inverse).T  # U^T U is the inverse
     importance = jnp.where(dead, 0.0, diagonal) + 1e-8 * jnp.mean(diagonal) + 1e-30
@@ -114,12 +123,12 @@ def suits(spec: ArchSpec) -> bool:
 def round_layers(
     model: Model, batches: Batches, mixture: Mixture
 ) -> tuple[Params, dict[tuple[str, ...], Any]]:
-    """Rounds the matrices of all layers, one layer after the other, on text.
+    """Rounds the matrices of all layers, one stage of a layer after the other, on text.
 
-    Each layer reads what the rounded layers before it make of the text, so that one layer's
-    Hessians are in memory at a time. Returns float32 masters, and for each rounded path and type
-    its scales, as `training.forms.Rounded` stores them. Raises `UserError` for a model with experts
-    or delta layers.
+    Each reads the text as the rounded matrices before it return it, and next to it as the model
+    itself does; one stage's Hessians are in memory at a time. Returns float32 masters, and for each
+    rounded path and type its scales, as `training.forms.Rounded` stores them. Raises `UserError`
+    for a model with experts or delta layers.
     """
     spec, functions = model.spec, model.functions
     if spec is None or not suits(spec):
@@ -133,22 +142,26 @@ def round_layers(
     others = {path: leaf for path, leaf in flat.items() if path[0] not in STACKS}
     columns = [(jnp.asarray(x["segment_ids"]), jnp.asarray(x["positions"])) for x in batches]
     embed = jax.jit(functions.embed_tokens)
-    states = [embed(model.params, jnp.asarray(batch["tokens"])) for batch in batches]
+    states = exact_states = [embed(model.params, jnp.asarray(x["tokens"])) for x in batches]
     types = {path: kinds for path, kinds in mixture.types if path[0] in STACKS}
     found: dict[tuple[str, ...], list[Any]] = {path: [] for path in types}
     programs = _compile_all(stacks, types)
     for index in counted(range(spec.num_layers), "layers rounded"):
         alone = cut_layer(model, index)
-        layer = {path: leaf[index : index + 1] for path, leaf in stacks.items()}
-        hessians = _sum_hessians(alone, others | layer, tuple(types), states, columns)
-        for path, kinds in types.items():
-            w = layer[path][0]
-            made = programs[w.shape, kinds[index]](w, hessians[path])
-            found[path].append(made[:2])
-            layer[path] = made[2][None].astype(layer[path].dtype)
-        params = unflatten_dict(others | layer)
-        pairs = zip(states, columns, strict=True)
-        states = [run_layer(alone, params, 0, x, *pair) for x, pair in pairs]
+        exact = {path: leaf[index : index + 1] for path, leaf in stacks.items()}
+        layer = dict(exact)
+        for stage in _split_stages(types):
+            pair = unflatten_dict(others | exact), unflatten_dict(others | layer)
+            both = zip(exact_states, states, columns, strict=True)
+            parts = (_measure(alone, stage, *pair, x, y, *more) for x, y, more in both)
+            sums = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+            for path in stage:
+                w, dtype = exact[path][0], types[path][index]
+                *made, rounded = programs[w.shape, dtype](w, *sums[path])
+                found[path].append(made)
+                layer[path] = rounded[None].astype(layer[path].dtype)
+        exact_states = _run_layer(alone, others | exact, exact_states, columns)
+        states = _run_layer(alone, others | layer, states, columns)
     kept: dict[tuple[str, ...], Any] = {}
     for path, rows in found.items():
         flat[path] = jnp.stack([masters for masters, _ in rows])
@@ -168,53 +181,76 @@ def _compile_all(
     lowered = {}
     for path, kinds in types.items():
         w = jax.ShapeDtypeStruct(stacks[path].shape[1:], stacks[path].dtype)
-        hessian = jax.ShapeDtypeStruct((w.shape[1],) * 2, jnp.float32)
+        square = jax.ShapeDtypeStruct((w.shape[1],) * 2, jnp.float32)
         for kind in dict.fromkeys(kinds):
             if (w.shape, kind) not in lowered:
-                lowered[w.shape, kind] = round_matrix.lower(w, hessian, kind)
+                lowered[w.shape, kind] = round_matrix.lower(w, square, square, kind)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(lambda program: program.compile(), lowered.values())
         return dict(zip(lowered, compiled, strict=True))
 
 
+def _split_stages(paths: Iterable[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
+    """Splits the matrices of a layer by `_STAGES`, names it does not have into the last."""
+    stages: list[list[tuple[str, ...]]] = [[] for _ in _STAGES]
+    for path in paths:
+        fits = (i for i, names in enumerate(_STAGES) if set(names) & set(path))
+        stages[next(fits, -1)].append(path)
+    return [tuple(stage) for stage in stages if stage]
+
+
+def _run_layer(
+    alone: DecoderFunctions,
+    flat: dict[tuple[str, ...], Any],
+    states: Sequence[Array],
+    columns: Sequence[tuple[Array, Array]],
+) -> list[Array]:
+    """Lets all batches pass a layer."""
+    params, read = unflatten_dict(flat), zip(states, columns, strict=True)
+    return [run_layer(alone, params, 0, x, *more) for x, more in read]
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measure(
+    functions: DecoderFunctions,
+    paths: tuple[tuple[str, ...], ...],
+    exact: Params,
+    params: Params,
+    exact_x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"],
+    *columns: Array,
+) -> dict[tuple[str, ...], tuple[Array, Array]]:
+    """Sums of outer products of each matrix's inputs, and of its exact inputs with them."""
+    theirs = _read_inputs(functions, paths, exact, exact_x, *columns)
+    ours = _read_inputs(functions, paths, params, x, *columns)
+    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    return {
+        path: (product(ours[path].T, ours[path]), product(theirs[path].T, ours[path]))
+        for path in paths
+    }
+
+
+def _read_inputs(
     functions: DecoderFunctions, paths: tuple[Any, ...], params: Params, x: Array, *columns: Array
 ) -> dict[tuple[str, ...], Array]:
+    """Reads the inputs of each of these matrices of a layer, `[B T, inputs]`."""
     flat: dict[tuple[str, ...], Any] = flatten_dict(params)
 
     def run(zeros: dict[tuple[str, ...], Array]) -> Array:
         seen = flat | {
-            path: Adapted(flat[path], sums=zeros[path]) for path in flat if path in zeros
-        }
-        seen |= {
-            path: Adapted(leaf)
+            path: Adapted(leaf, sums=zeros.get(path))
             for path, leaf in flat.items()
-            if path not in zeros and path[0] in STACKS and leaf.ndim == 3
+            if path in zeros or (path[0] in STACKS and leaf.ndim == 3)
         }
         out, _ = functions.read_segments(unflatten_dict(seen), x, *columns)
         return jnp.sum(out.astype(jnp.float32))
 
-    zeros = {path: jnp.zeros((1, *(flat[path].shape[-1],) * 2)) for path in paths}
-    return jax.grad(run)(zeros)
-
-
-def _sum_hessians(
-    functions: DecoderFunctions,
-    flat: dict[tuple[str, ...], Any],
-    paths: tuple[tuple[str, ...], ...],
-    states: Sequence[Array],
-    columns: Sequence[tuple[Array, Array]],
-) -> dict[tuple[str, ...], Array]:
-    """Sums of outer products of the inputs of a layer's matrices, `[inputs, inputs]`."""
-    total: Any = None
-    for x, others in zip(states, columns, strict=True):
-        new = _measure(functions, paths, unflatten_dict(flat), x, *others)
-        total = new if total is None else jax.tree.map(jnp.add, total, new)
-    return {path: x[0] for path, x in total.items()}
+    positions = x.shape[0] * x.shape[1]
+    zeros = {path: jnp.zeros((1, positions, flat[path].shape[-1])) for path in paths}
+    return {path: inputs[0] for path, inputs in jax.grad(run)(zeros).items()}
 
 
 def count_hessian_bytes(spec: ArchSpec) -> int:
-    """Bytes of one layer's Hessians, float32, each matrix its own."""
-    width, heads = spec.hidden_size, spec.num_heads * spec.head_dim
-    return 4 * (5 * width**2 + heads**2 + spec.mlp_size**2)
+    """Bytes of the most that one stage needs: two float32 sums of outer products each matrix."""
+    heads = spec.num_heads * spec.head_dim
+    return 2 * 4 * max(3 * spec.hidden_size**2, heads**2, spec.mlp_size**2)

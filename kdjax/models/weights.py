@@ -245,8 +245,8 @@ class Adapted:
     base: Any  # a stored weight
     a: Any = None  # float32 [..., rank, in]; None: W is frozen, without a change
     b: Any = None  # float32 [..., out, rank]
-    # float32 [..., in]; its gradient is the sum of the squares of what W is multiplied with. Or
-    # [..., in, in], where the gradient is the sum of the outer products.
+    # float32 [..., in]; its gradient is the sum of the squares of the inputs x of W. Or
+    # [..., N, in], where the gradient is x.
     sums: Any = None
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
 
@@ -297,16 +297,14 @@ def _project_adapted(x: Array, weights: Sequence[Adapted]) -> list[Array]:
 
 @jax.custom_vjp
 def _sum_squares(x: Array, sums: Array) -> Array:
-    """x unchanged; the gradient of `sums` is the sum of squares of x over rows, or x^T x."""
+    """x unchanged; the gradient of `sums` is the sum of squares of x over rows, or x itself."""
     return x
 
 
 def _squares_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, sums = residuals
     x = x.astype(jnp.float32)
-    if sums.ndim == 1:
-        return gradient, jnp.sum(jnp.square(x), axis=0)
-    return gradient, jnp.einsum("ND,NE->DE", x, x, precision=jax.lax.Precision.HIGHEST)
+    return gradient, jnp.sum(jnp.square(x), axis=0) if sums.ndim == 1 else x
 
 
 _sum_squares.defvjp(lambda x, sums: (x, (x, sums)), _squares_backward)
