@@ -29,7 +29,7 @@ from absl import flags
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
-gc.disable()  # until pytest has found all tests, which took 10 s of a process in place of 16
+gc.disable()  # until pytest has found all tests, 6.2 s of a process in place of 7.6
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
