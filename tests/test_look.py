@@ -158,3 +158,12 @@ def test_stores_are_listed_and_removed_when_it_is_confirmed(stores, capsys):
     assert all(f"\n  {flag}" in said for flag in ("--out", "--list", "--clear [NAMES]", "--yes"))
     with pytest.raises(UserError, match="--yes is for --clear"):
         manage(["--list", "--yes"])
+
+
+def test_a_cache_is_refused_in_a_files_place_before_anything_is_read(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "cache"
+    file.write_text("mine")
+    monkeypatch.setattr(cache, "started", lambda *_, **__: pytest.fail("started"))
+    assert cache.main(["--config=demo", f"--out={file}"]) == 2
+    assert f"{file} is no folder; expected one" in capsys.readouterr().err
+    assert file.read_text() == "mine"
