@@ -37,7 +37,7 @@ from kdjax.config import DataConfig
 from kdjax.data import teacher_cache
 from kdjax.device.runtime import PROGRAMS
 from kdjax.errors import FINISHED, PEER_LOST, UserError, reporting
-from kdjax.formats.files import make_folder
+from kdjax.formats.files import check_folder
 from kdjax.hub import HEADERS, fetch_files
 from kdjax.training.caching import cache_answers, cache_teacher
 from kdjax.training.job import survey
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.kind == "hidden" and options.k is not None:
         parser.error("--k is for --kind=topk: hidden states have no ids; leave it out")
     require_files(run)
-    make_folder(options.out)  # refused before the text is packed
+    check_folder(options.out)  # before the text is packed
     kind = CachedHidden()
     if options.kind == "topk":
         kind = CachedTopK(64 if options.k is None else options.k)

@@ -258,13 +258,17 @@ def make_folder(folder: Path, elsewhere: str = "") -> None:
 
     Raises `UserError` where a file has its name, `WriteError` where the disk refuses it.
     """
-    try:
-        with writing(folder, elsewhere):
-            folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    check_folder(folder, elsewhere)
+    with writing(folder, elsewhere):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_folder(folder: Path, elsewhere: str = "") -> None:
+    """Raises `UserError` where a file has the name of a folder or of one above it."""
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
         place = f"Name another place{elsewhere and f': {elsewhere}'}."
-        raise UserError(f"{there} is no folder; expected one. {place}") from error
+        raise UserError(f"{there} is no folder; expected one. {place}")
 
 
 def _make_parent(path: Path) -> None:
