@@ -633,9 +633,9 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     needed = 4 * (weights + others + states + logits)
     if not gptq.suits(spec):
         return needed
-    positions = max(_READ, args.rows) * args.seq_len, args.rows * args.seq_len
-    read = positions[0] * spec.hidden_size + positions[1] * spec.mlp_size  # states, and inputs
-    rounds = 4 * 2 * (weights + read)  # the model's own, and of what is rounded
+    # States of all rows and a batch's inputs, of the model itself and of what is rounded.
+    read = max(_READ, args.rows) * spec.hidden_size + args.rows * spec.mlp_size
+    rounds = 4 * 2 * (weights + args.seq_len * read)
     return max(needed, rounds + gptq.count_hessian_bytes(spec))
 
 

@@ -100,8 +100,7 @@ def find_nearest(
         index = np.arange(count, dtype=np.int32).reshape(along[1:])
         return number(jnp.asarray(table.reshape(along)), index, *wide).min(axis=-1)
 
-    ways = dict(cpu=compare_in_passes, default=compare_at_once)
-    best = lax.platform_dependent(own, slopes, w, **ways)
+    best = lax.platform_dependent(own, slopes, w, cpu=compare_in_passes, default=compare_at_once)
     return best & (count - 1)
 
 

@@ -31,8 +31,8 @@ from kdjax.models.weights import (
     to_bits,
 )
 
-# The weights of a layer that share an input.
-_SHARING = [
+# The weights of a layer that share an input, in the order of their products.
+SHARING = [
     ("attn", "qkv"),
     ("attn", "o"),
     ("delta", ("qkv", "gate", "alpha", "beta")),
@@ -107,7 +107,7 @@ def prepare_block(params: Params, *, functions: DecoderFunctions, spread: Spread
 
 def _share(weights: Params, dtype: DTypeLike) -> Params:
     """The weights of a layer, with the weights of one input joined."""
-    for part, names in _SHARING:
+    for part, names in SHARING:
         if part not in weights or "router" in weights[part]:  # experts stay as they are stored
             continue
         linears = [weights[part][name] for name in names] if names else [weights[part]]

@@ -10,7 +10,7 @@ not from the inputs that rounded matrices return (GPTAQ, Li et al. 2025, arXiv:2
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +24,7 @@ from kdjax.errors import UserError
 from kdjax.formats.blocks import BLOCKS, Scales, decode_fields, encode_fields, fit_rows
 from kdjax.formats.kquants import ENCODERS
 from kdjax.models.arch import STACKS, ArchSpec
+from kdjax.models.decode_weights import SHARING
 from kdjax.models.decoder import DecoderFunctions, Params
 from kdjax.models.layerwise import cut_layer, run_layer
 from kdjax.models.mixture import Mixture
@@ -37,8 +38,6 @@ _DAMP = 0.01  # share of the mean of the Hessian's diagonal that is added to the
 # Share of the way from a matrix's own numbers to those that give the exact outputs, by least
 # squares, which shrink as inputs are noise. Half lowers the KL by a quarter; all of it raises it.
 _SHARE = 0.5
-# Matrices of a layer in the order of their products: an input depends on earlier stages alone.
-_STAGES = ("q", "k", "v"), ("o",), ("gate", "up"), ("down",)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -190,13 +189,10 @@ def _compile_all(
         return dict(zip(lowered, compiled, strict=True))
 
 
-def _split_stages(paths: Iterable[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
-    """Splits the matrices of a layer by `_STAGES`, names it does not have into the last."""
-    stages: list[list[tuple[str, ...]]] = [[] for _ in _STAGES]
-    for path in paths:
-        fits = (i for i, names in enumerate(_STAGES) if set(names) & set(path))
-        stages[next(fits, -1)].append(path)
-    return [tuple(stage) for stage in stages if stage]
+def _split_stages(paths: Collection[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
+    """Splits the matrices of a layer into stages; an input depends on the stages before it."""
+    stages = [tuple(p for p in paths if p[1] == part and p[2] in names) for part, names in SHARING]
+    return [stage for stage in stages if stage]
 
 
 def _run_layer(

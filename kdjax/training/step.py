@@ -678,9 +678,9 @@ class Step:
         """Completes a batch and puts it on the devices, which share its rows.
 
         `parts` is the number of microbatches. A batch of training gets a teacher's columns only if
-        the loss asks the teacher. Labels of -100 get weight 0. Raises `UserError` for
-        ids outside the vocabulary: in host arrays at once, in arrays on devices when a later batch
-        is put and their count is ready.
+        the loss asks the teacher. Labels of -100 get weight 0. Raises `UserError` for ids outside
+        the vocabulary: in host arrays at once, in arrays on devices when a later batch is put and
+        their count is ready.
         """
         return self._put(batch, parts, self.vocabulary if heldout else self.trained_vocabulary)[0]
 
