@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -35,7 +36,7 @@ from kdjax.formats import open_table
 from kdjax.formats.saved import find_best, find_damage
 from kdjax.models.checkpoint import open_checkpoint
 from kdjax.models.decoder import functional
-from kdjax.training import step
+from kdjax.training import loop, step
 from kdjax.training.hooks import Hook
 from kdjax.training.identity import check_same_run
 from kdjax.training.inputs import count_epochs, warn_of_readings
@@ -476,6 +477,34 @@ def test_each_step_is_delivered_once_in_order_one_late():
                 delivery.flush()
         delivery.flush()
         assert first.steps == second.steps == list(range(1, total + 1))
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_step_has_its_own_seconds(ended, monkeypatch):
+    """Steps take 2 s; a CPU has ended one when it returns from it, a GPU has only begun.
+
+    A record of a GPU's step waits for that step, which the next dispatch precedes.
+    """
+    at, taken = [0.0], []
+
+    def wait(self):
+        at[0] += 0.0 if ended else 2.0
+        return {}
+
+    class Seconds(Hook):
+        def step_end(self, record):
+            taken.append(record.seconds)
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: at[0]))
+    one = jnp.float32(1)
+    monkeypatch.setattr(type(one), "is_ready", lambda _: ended)
+    monkeypatch.setattr(StepMetrics, "means", wait)
+    delivery = _Delivery([Seconds()], None)
+    for number in (1, 2, 3):
+        at[0] += 2.0 if ended else 0.0
+        delivery.push(number, StepMetrics((one, one), ONE, ONE, ONE), {})
+    delivery.flush()
+    assert taken == [2.0, 2.0, 2.0]
 
 
 def test_a_delivery_starts_nothing_on_the_device():

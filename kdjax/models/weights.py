@@ -281,7 +281,7 @@ def _decode_frozen(base: Any) -> Array:
 def _project_adapted(x: Array, weights: Sequence[Adapted]) -> list[Array]:
     """x W^T and its change for several weights; what they share of x is one product."""
     products = [
-        _project_frozen(x if w.sums is None else _sum_squares(x, w.sums), w.base) for w in weights
+        _project_frozen(x if w.sums is None else _tap_input(x, w.sums), w.base) for w in weights
     ]
     changed = [i for i, w in enumerate(weights) if w.a is not None]
     if not changed:
@@ -296,18 +296,18 @@ def _project_adapted(x: Array, weights: Sequence[Adapted]) -> list[Array]:
 
 
 @jax.custom_vjp
-def _sum_squares(x: Array, sums: Array) -> Array:
+def _tap_input(x: Array, sums: Array) -> Array:
     """x unchanged; the gradient of `sums` is the sum of squares of x over rows, or x itself."""
     return x
 
 
-def _squares_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _tap_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, sums = residuals
     x = x.astype(jnp.float32)
     return gradient, jnp.sum(jnp.square(x), axis=0) if sums.ndim == 1 else x
 
 
-_sum_squares.defvjp(lambda x, sums: (x, (x, sums)), _squares_backward)
+_tap_input.defvjp(lambda x, sums: (x, (x, sums)), _tap_backward)
 
 
 def _project_frozen(x: Array, base: Any) -> Array:

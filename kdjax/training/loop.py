@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,16 @@ from kdjax.training.step import StepMetrics, TrainState
 _log = logging.getLogger("kdjax")
 
 
+class _Taken(NamedTuple):
+    """A step that was dispatched."""
+
+    step: int
+    metrics: StepMetrics
+    rate: Mapping[str, Any]
+    batch: Mapping[str, np.ndarray]
+    seconds: float | None  # that it took, if it had ended when its dispatch returned
+
+
 class _Delivery:
     """Hands each step's figures to the hooks one step late, when the device has them anyway."""
 
@@ -35,7 +45,7 @@ class _Delivery:
         self, hooks: Sequence[Hook], schedule: optax.Schedule | None, *, stop: bool = False
     ):
         self._hooks, self._schedule = hooks, schedule and jax.jit(schedule)
-        self._pending: tuple[int, StepMetrics, Any, Mapping[str, np.ndarray]] | None = None
+        self._pending: _Taken | None = None
         self._last = time.perf_counter()
         self.stop = stop  # whether a hook has asked for it
 
@@ -45,20 +55,27 @@ class _Delivery:
         rate = {}
         if self._schedule is not None:
             rate = {"learning_rate": self._schedule(jnp.int32(step - 1))}
+        # A CPU has ended it, and else the seconds of the step before would hold those of this one.
+        sums: list[Any] = jax.tree.leaves(metrics)  # arrays of devices, or of the host
+        ended = all(getattr(x, "is_ready", lambda: True)() for x in sums)
         self.flush()
-        self._pending = step, metrics, rate, batch
+        self._pending = _Taken(step, metrics, rate, batch, self._read_clock() if ended else None)
 
     def flush(self) -> None:
         """Delivers what is pending; waits for that step."""
         if self._pending is None:
             return
-        (step, metrics, rate, batch), self._pending = self._pending, None
+        (step, metrics, rate, batch, seconds), self._pending = self._pending, None
         figures = metrics.means() | {name: float(value) for name, value in rate.items()}
-        now = time.perf_counter()
-        record = StepRecord(step, figures, now - self._last, batch)
-        self._last = now
+        seconds = self._read_clock() if seconds is None else seconds
+        record = StepRecord(step, figures, seconds, batch)
         for hook in self._hooks:
             self.stop |= bool(hook.step_end(record))
+
+    def _read_clock(self) -> float:
+        """Seconds since this clock was read."""
+        before, self._last = self._last, time.perf_counter()
+        return self._last - before
 
     def restart_clock(self) -> None:
         """Excludes the pause that just ended from the next step's time."""
