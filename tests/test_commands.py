@@ -47,6 +47,32 @@ def error_of(capsys, *arguments):
     return printed
 
 
+@pytest.mark.parametrize(
+    "command, flag",
+    [
+        (["shrink", "m.gguf", "--out=a.gguf", "--size=1GB", "--size=2GB"], "--size"),
+        (["train", "--config=demo", "--workdir=a", "--workdir", "b"], "--workdir"),
+        (["train", "--config=demo", "--config=demo:lora"], "--config"),
+        (["evaluate", "m.gguf", "--draft", "--draft=own"], "--draft"),
+        (["cache", "--clear=rows", "--clear"], "--clear"),
+    ],
+)
+def test_a_flag_of_one_value_is_refused_twice(capsys, command, flag):
+    assert f"error: found {flag} twice; expected one value." in error_of(capsys, *command)
+
+
+def test_flags_of_several_values_and_settings_may_repeat():
+    parser = parsing.Parser("generate", None)
+    parser.add_argument("model")
+    parser.add_argument("--stop", action="append")
+    parser.add_argument("--seed", type=int)
+    assert parser.parse_args(["m", "--stop=b", "--stop=c"]).stop == ["b", "c"]
+    assert parser.parse_args(["--seed=1", "--", "--seed=2"]).model == "--seed=2"
+    argv = ["--config=demo", "--config.train.steps=40", "--config.train.steps=50"]
+    run = parsing.parse_run(parsing.run_parser("train", "Trains."), argv)
+    assert run.config.train.steps == 50
+
+
 # --- help and statuses --------------------------------------------------------------------------
 
 

@@ -127,12 +127,15 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses as argparse does; refuses unknown flags if one is missing: it may be misspelt.
+        """Parses as argparse does; refuses a flag with a value that is given twice.
+
+        Refuses unknown flags if one is missing: it may be misspelt.
 
         A flag of no name here is unknown too if its value has a space, where argparse would take
         all of it for a positional argument, such as a path.
         """
         args = list(sys.argv[1:] if args is None else args)
+        self._refuse_repeated(args)
         spaced = [text for text in args if self._is_unknown_and_spaced(text)]
         args = [text for text in args if text not in spaced]
         try:
@@ -146,6 +149,19 @@ class Parser(argparse.ArgumentParser):
             self.refuse_beside_fields([*spaced, *unknown])
             raise
         return options, [*spaced, *unknown]
+
+    def _refuse_repeated(self, args: Sequence[str]) -> None:
+        """Raises `UserError` for a flag of one value that is there twice: argparse takes the last.
+
+        Overrides of a config are not its flags; of those the last counts, as absl has it.
+        """
+        given = list[argparse.Action]()
+        for text in args[: args.index("--") if "--" in args else None]:
+            action = self._option_string_actions.get(name := text.partition("=")[0])
+            if isinstance(action, argparse._StoreAction):
+                if action in given:
+                    self.error(f"found {name} twice; expected one value. Leave one out")
+                given.append(action)
 
     def _is_unknown_and_spaced(self, text: str) -> bool:
         match = _SPACED.match(text)
