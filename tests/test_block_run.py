@@ -286,7 +286,8 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
         ([f"--out={tmp_path}/p.gguf", "--type=iq1_s"], "expected one of F32"),
         ([f"--out={tmp_path}/p.gguf", "--config.student.lora.rank=2"], "must be 0 with"),
     ):
-        assert draft.main([*where, *how, *more]) == 2
+        given = {flag.partition("=")[0]: flag for flag in [*where, *how, *more]}  # the last
+        assert draft.main([*given.values()]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -356,16 +357,26 @@ def test_a_server_that_would_not_draft_is_not_suggested():
         (["--prompts=none/"], "error: none/: no file found"),
         (["--prompts="], "argument --prompts: found ''; expected folders, globs or files"),
         (["--answers=0"], "--answers=0 must be 1 or more"),
+        (["--kind=small", "--draft={models}/student.gguf", "--answers=1"], "to judge by"),
         (["--type=q4_k_m"], "found --type=q4_k_m; expected one of F32"),
         ([], r"a qwen2 model; expected one of qwen3_5_text"),
     ],
 )
 def test_flags_that_do_not_go_together_have_one_line(models, tmp_path, capsys, flags, message):
     """Nothing is made."""
+    flags = [flag.format(models=models) for flag in flags]
     command = [str(models / "student.gguf"), f"--out={tmp_path}/o.gguf", *flags]
     assert draft.main(command) == 2
     told = capsys.readouterr().err
     assert message in told and len(told.splitlines()) == 1 and not any(tmp_path.iterdir())
+
+
+def test_few_answers_are_warned_of_before_a_model_is_loaded(caplog):
+    """None of 72 is held out once in 104 times, of 71 once in 98: 0.9375 ** 72 = 0.0096."""
+    for count in (71, 72):
+        draft._check_answers(count, 1 / 16)
+    (said,) = caplog.messages
+    assert said.startswith("--answers=71: ") and "; 72 nearly always leave one" in said
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ on from there. The training is a run of `kdjax train`: --config.FIELD=VALUE sets
 
 import argparse
 import dataclasses
+import logging
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ from kdjax.commands.plan import add_machine_flags, find_machine, plan_run
 from kdjax.commands.train import ENDS, carry_out, check_workdir
 from kdjax.config import DSPARK, EAGLE3, NEW, OWN_BLOCK, SELF, Config, set_fields, validate
 from kdjax.data.fields import Fields
+from kdjax.data.rows import count_enough
 from kdjax.data.sources import find_files
 from kdjax.device import cluster, sharding
 from kdjax.errors import FINISHED, UserError, reporting
@@ -64,6 +66,8 @@ from kdjax.models.drafts import check_same_ids, warn_if_refused, why_refused
 from kdjax.models.heads import check_tapped, load_saved_head, read_shape
 from kdjax.models.nextn import find_block, pack_block, take_block
 from kdjax.training.inputs import prepare
+
+_log = logging.getLogger("kdjax")
 
 _PROMPTS = "python:jax,flax,optax,numpy"  # whose beginnings MODEL continues
 _JUDGED = 128  # ids of each answer that judges the draft
@@ -311,7 +315,21 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
     if not args.plan:  # a plan reads headers alone, and may be for another machine
         find_files(args.data or args.prompts, Fields.parse(args.fields))
         kind.check_models(args)
+        if not (args.data or config.data.heldout):
+            _check_answers(args.answers, config.data.heldout_fraction)
     return RunCommand(args, config, "draft", {})
+
+
+def _check_answers(count: int, share: float) -> None:
+    """Warns of answers of which none may be held out; raises `UserError` for a single one."""
+    if count == 1:
+        raise UserError("--answers=1: expected two or more, to train on and to judge by.")
+    if count < (enough := count_enough(share)):
+        _log.warning(
+            "--answers=%d: data.heldout_fraction=%g may hold none of them out, which ends the "
+            "command; %d nearly always leave one",
+            *(count, share, enough),
+        )
 
 
 @reporting

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -655,6 +656,11 @@ def locate_answers(settings: RowSettings) -> Iterator[tuple[int, Document, Piece
         yield from place(side)
 
 
+def count_enough(share: float) -> int:
+    """The number of documents of which 99 times in 100 one is on a side that takes this share."""
+    return math.ceil(math.log(0.01) / math.log1p(-share))
+
+
 def _check_counts(counts: Sequence[int], settings: RowSettings, left_out: int) -> None:
     """Raises `UserError` unless each side has a document; left-out ones belong to training."""
     total = sum(counts)
@@ -663,7 +669,12 @@ def _check_counts(counts: Sequence[int], settings: RowSettings, left_out: int) -
         raise UserError(f"{named}: the text is empty: no document has two tokens or more.")
     for name, count in zip(_SIDES, counts, strict=True):
         if not count:
-            hint = "change data.heldout_fraction, add documents, or set data.heldout"
+            share = settings.heldout_fraction
+            enough = count_enough(share if name == "heldout" else 1 - share)
+            hint = (
+                f"change data.heldout_fraction={share:g}, add documents ({enough:,} nearly always "
+                "leave one), or set data.heldout"
+            )
             if settings.heldout:
                 hint = f"data.{name} holds no text, or less than two tokens a document"
             if left_out and name == "train":
