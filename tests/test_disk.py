@@ -38,6 +38,7 @@ from kdjax.data import teacher_cache
 from kdjax.errors import NOT_WRITTEN, UserError, WriteError, print_error, status_of
 from kdjax.export import export_gguf, export_hf
 from kdjax.formats.files import make_place, replacing, writing
+from kdjax.formats.locks import holding
 from kdjax.training.hooks import Run, StepRecord
 from kdjax.training.inputs import prepare
 from kdjax.training.job import assemble
@@ -306,6 +307,21 @@ def test_a_batch_that_cannot_be_kept_does_not_hide_the_nan(tmp_path, rng):
 
 
 # --- other commands -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_folder_in_which_nothing_was_written_goes(tmp_path, made):
+    """Unless it was there before: a folder of the user's."""
+    (folder := tmp_path / "r2").mkdir()
+    if made:
+        folder.rmdir()
+    with pytest.raises(WriteError), holding(folder, ""):
+        (folder / "checkpoints").mkdir()
+        raise WriteError("full")
+    assert folder.exists() != made
+    with holding(folder, ""):
+        (folder / "a").write_text("")
+    assert [path.name for path in folder.iterdir() if path.is_file()] == ["a"]
 
 
 def test_rows_that_do_not_fit_leave_nothing(tiny_config, tmp_path):

@@ -270,7 +270,7 @@ def test_answers_go_to_no_folder_and_not_among_the_prompts(models, tmp_path, cap
     flags = [str(models / "student.gguf"), f"--prompts={folder}", "--max-tokens=4"]
     for out, message in (
         (f"{folder}/../texts/a.jsonl", "a.jsonl is within "),
-        (str(tmp_path), "is a folder; expected a file to write. Give another --out."),
+        (str(tmp_path), "is a folder; expected a file to write. Name another."),
         ("", "error: . is a folder"),
     ):
         assert command.main([*flags, f"--out={out}"]) == 2

@@ -42,7 +42,7 @@ from kdjax.evaluation.answers import VerifiedAnswers, WrittenAnswers, group, lis
 from kdjax.evaluation.passk import Settings, answer_with, check_asked
 from kdjax.evaluation.target import Target, open_target
 from kdjax.export.staging import check_sources
-from kdjax.formats.files import make_place
+from kdjax.formats.files import check_file, make_place
 from kdjax.models.checkpoint import ModelArgument
 from kdjax.models.decoding import Sampling, find_room
 
@@ -90,8 +90,7 @@ def _check(args: argparse.Namespace) -> Sampling:
     for name, value in zip(("samples", "temperature", "top_p"), _DEFAULTS[kind], strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.out.is_dir():
-        raise UserError(f"{args.out} is a folder; expected a file to write. Give another --out.")
+    check_file(args.out)
     args.wording = args.wording or "instruct"
     args.timeout = sandbox.DEFAULT.wall_seconds if args.timeout is None else args.timeout
     check_least(args, samples=1, max_tokens=1, batch_size=1, limit=0, seconds=0)

@@ -271,11 +271,16 @@ def check_folder(folder: Path, elsewhere: str = "") -> None:
         raise UserError(f"{there} is no folder; expected one. {place}")
 
 
-def _make_parent(path: Path) -> None:
-    """Makes the folder of `path`; raises `UserError` if `path` is a folder or a special file."""
+def check_file(path: Path) -> None:
+    """Raises `UserError` where a folder or a special file has the name of a file to write."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "no regular file"
         raise UserError(f"{path} is {kind}; expected a file to write. Name another.")
+
+
+def _make_parent(path: Path) -> None:
+    """Makes the folder of `path`; raises `UserError` where `path` cannot be a file."""
+    check_file(path)
     make_folder(path.parent)
 
 
@@ -300,6 +305,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):  # the error names the folder already
                 temporary.unlink(missing_ok=True)
             raise
+
+
+def remove_empty(folder: Path) -> None:
+    """Removes the folder and those within it, unless a file lies in them."""
+    for inner, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(inner)
 
 
 def remove_leftovers(folder: Path) -> None:

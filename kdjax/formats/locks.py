@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kdjax.errors import UserError
-from kdjax.formats.files import make_folder, remove_leftovers, writing
+from kdjax.formats.files import make_folder, remove_empty, remove_leftovers, writing
 
 _log = logging.getLogger("kdjax")
 
@@ -45,10 +45,14 @@ def locking(path: Path, otherwise: str) -> Iterator[bool]:
 def holding(folder: Path, otherwise: str) -> Iterator[None]:
     """Makes the folder, locks it for the block, and removes what killed processes left there.
 
+    A folder that was made here and has no file at the end is removed again.
+
     Raises `UserError` where a file has its name, `WriteError` where the disk refuses it, and
     `LockedError` as `locking` does.
     """
     with contextlib.ExitStack() as held:
+        if not folder.exists():
+            held.callback(remove_empty, folder)
         with writing(folder / LOCK):
             make_folder(folder)
             if held.enter_context(locking(folder / LOCK, otherwise)):
