@@ -460,7 +460,8 @@ def text(tmp_path):
 def run(models, text, tmp_path, *flags):
     where = [str(models / "student.gguf"), f"--out={tmp_path}/small.gguf", f"--text={text}"]
     sizes = ["--seq-len=32", "--batch-size=2", "--rows=2", "--heldout=" + str(text / "a3*.py")]
-    return shrink.main([*where, *sizes, *flags])
+    given = {flag.partition("=")[0]: flag for flag in [*where, *sizes, *flags]}  # the last counts
+    return shrink.main([*given.values()])
 
 
 @pytest.fixture
@@ -755,9 +756,11 @@ def test_the_model_writes_the_text_that_own_stands_for(exact, text, tmp_path, ca
     assert run(exact, text, tmp_path, *flags, "--plan") == 0
     assert "self-generated text: at most 624 ids\n" in capsys.readouterr().out  # 6 x (40 + 128 / 2)
     assert not (tmp_path / "small.shrink").exists()
-    seen, real = [], shrink.prepare
+    seen, real, checks = [], shrink.prepare, []
     monkeypatch.setattr(shrink, "prepare", lambda data, *x: (seen.append(data), real(data, *x))[1])
+    monkeypatch.setattr(shrink, "check_finite", lambda *x: checks.append(x))
     assert run(exact, text, tmp_path, *flags) == 0
+    assert len(checks) == 1  # of three loads
     files = sorted((tmp_path / "small.shrink").glob("own-*.jsonl"))
     read = [str(file) for file in files if "questions" not in file.name]
     assert sorted(seen[-1].train.split(",")) == sorted([*read, str(text)]) and len(read) in (1, 2)

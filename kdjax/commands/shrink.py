@@ -161,7 +161,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     check_target(args.out, folder=False, overwrite=args.overwrite)
     check_card(args.out)
     args.work = find_work(args.work, args.out, ".shrink")
-    args.own = OwnText.find(args.text, args.work)
+    args.own, args.checked = OwnText.find(args.text, args.work), False
     # A plan reads a little text, and does so before the model has written.
     args.sources = args.text if args.own is None else args.own.others or _SOURCE
     if not args.plan:  # which may be for another machine
@@ -283,9 +283,16 @@ def _set_steps(config: Config, steps: int) -> None:
 
 
 def _load(checkpoint: Checkpoint, **form: Any) -> Model:
-    """Loads a model on the first device; raises `UserError` for numbers that are not finite."""
-    model = load_model(checkpoint, placement=Placement.on(make_local_mesh(1)), **form)
-    check_finite(model.params, checkpoint.spec)
+    """Loads a model on the first device."""
+    return load_model(checkpoint, placement=Placement.on(make_local_mesh(1)), **form)
+
+
+def _load_source(args: argparse.Namespace, checkpoint: Checkpoint, **form: Any) -> Model:
+    """Loads MODEL; the first time raises `UserError` for numbers that are not finite."""
+    model = _load(checkpoint, **form)
+    if not args.checked:
+        check_finite(model.params, checkpoint.spec)
+        args.checked = True
     return model
 
 
@@ -326,7 +333,7 @@ class _Work:
         """The model in float32, on the first device, until `free`."""
         if self._model is None:
             _log.info("loading %s", self.checkpoint)
-            self._model = _load(self.checkpoint, dtype="float32")
+            self._model = _load_source(self.args, self.checkpoint, dtype="float32")
         return self._model
 
     def free(self) -> None:
@@ -551,7 +558,7 @@ def _write_own(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     devices = runtime.device_summary()
     on_cpu = devices.platform == "cpu"
     weights, dtype = ("dense", "float32") if on_cpu else ("packed", "bfloat16")
-    load = functools.partial(_load, checkpoint, weights=weights, dtype=dtype)
+    load = functools.partial(_load_source, args, checkpoint, weights=weights, dtype=dtype)
     slots = _fit_slots(checkpoint.spec, devices)
     args.own.fill(devices.platform).write(checkpoint, load, slots)
     args.sources = args.own.name_sources(checkpoint.tokenizer)
