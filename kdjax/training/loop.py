@@ -55,7 +55,7 @@ class _Delivery:
         rate = {}
         if self._schedule is not None:
             rate = {"learning_rate": self._schedule(jnp.int32(step - 1))}
-        # A CPU has ended it, and else the seconds of the step before would hold those of this one.
+        # A CPU has ended it; else the seconds of the step before would hold the time of both.
         sums: list[Any] = jax.tree.leaves(metrics)  # arrays of devices, or of the host
         ended = all(getattr(x, "is_ready", lambda: True)() for x in sums)
         self.flush()
