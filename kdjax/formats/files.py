@@ -308,10 +308,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_empty(folder: Path) -> None:
-    """Removes the folder and those within it, unless a file lies in them."""
-    for inner, _, _ in os.walk(folder, topdown=False):
-        with contextlib.suppress(OSError):
-            os.rmdir(inner)
+    """Removes the folder and those within it, unless a file lies in one of them."""
+    inner = list(os.walk(folder, topdown=False))
+    if not any(files for _, _, files in inner):
+        for path, _, _ in inner:
+            with contextlib.suppress(OSError):  # another process may have been quicker
+                os.rmdir(path)
 
 
 def remove_leftovers(folder: Path) -> None:
