@@ -535,6 +535,8 @@ def test_the_wheel_has_every_package_and_the_configs():
     [
         ({"loss.temperature": 0.0}, r"loss.temperature=0.0: must be greater than 0"),
         ({"loss.temperature": -1.0}, r"loss.temperature=-1.0"),
+        ({"loss.temperature": 1e300}, r"loss.temperature=1e\+300: must be .* at most 1e9"),
+        ({"train.steps": 1 << 31}, r"train.steps=2147483648: must be between 1 and 2147483647"),
         ({"loss.alpha": 1.5}, r"loss.alpha=1.5: must be between 0 and 1"),
         ({"loss.alpha": -0.1, "train.steps": 0}, r"(?s)loss.alpha=-0.1.*train.steps=0"),
         ({"train.microbatches": 3}, r"train.batch_size=8: must be divisible by .*=3"),
