@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 
 import pytest
 from test_evaluate import answering, humaneval
@@ -22,6 +23,7 @@ from kdjax.evaluation.answers import (
     list_prompts,
     state_path,
 )
+from kdjax.formats.locks import holding_file
 from kdjax.models.decoding import Completion, Sampling
 from kdjax.models.tokenizer import from_gguf, load_tokenizer
 
@@ -278,14 +280,27 @@ def test_answers_go_to_no_folder_and_not_among_the_prompts(models, tmp_path, cap
     assert [path.name for path in folder.iterdir()] == ["q.jsonl"]
 
 
+def test_two_calls_do_not_write_into_one_file(models, tmp_path, capsys):
+    """The later save of two calls would replace the answers of the other."""
+    (tmp_path / "q.jsonl").write_text('{"text": "def f(x):"}\n')
+    flags = [str(models / "student.gguf"), f"--prompts={tmp_path}/q.jsonl", "--max-tokens=4"]
+    out = tmp_path / "made" / "a.jsonl"
+    with holding_file(out, ""):
+        assert command.main([*flags, f"--out={out}"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: {out} is in use by process {os.getpid()} on ")
+    assert last.endswith("Wait until it ends, stop it, or give another --out.")
+    assert not any(out.parent.iterdir())
+
+
 @pytest.mark.slow
 def test_the_command_answers_prompts(models, tmp_path, capsys):
     texts = [{"text": f"def f{i}(x):\n    return x + {i}\n"} for i in range(9)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(x) + "\n" for x in texts))
     out = tmp_path / "out.jsonl"
     flags = [str(models / "student.gguf"), f"--prompts={tmp_path}/q.jsonl", f"--out={out}"]
-    more = ["--max-tokens=4", "--batch-size=2"]
-    assert command.main([*flags, *more, "--limit=8"]) == 0
+    more = ["--max-tokens=4"]
+    assert command.main([*flags, *more, "--limit=8", "--batch-size=2"]) == 0
     assert "8 of 8 prompts answered, 8 answers kept" in capsys.readouterr().out
     assert len(out.read_text().splitlines()) == 8
     first = out.read_text()
@@ -304,7 +319,8 @@ def test_the_command_answers_prompts(models, tmp_path, capsys):
         ("--seed=1", "made with other --seed;"),
         ("--samples=0", "--samples=0 must be 1 or more"),
     ):
-        assert command.main([*flags, *more, bad]) == 2
+        others = flags[:-1] if bad.startswith("--out=") else flags
+        assert command.main([*others, *more, bad]) == 2
         assert message in capsys.readouterr().err
     assert command.main([flags[0], flags[2], f"--exercises={out}", "--ended"]) == 2
     assert "--ended has no meaning with --exercises" in capsys.readouterr().err

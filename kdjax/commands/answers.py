@@ -42,7 +42,8 @@ from kdjax.evaluation.answers import VerifiedAnswers, WrittenAnswers, group, lis
 from kdjax.evaluation.passk import Settings, answer_with, check_asked
 from kdjax.evaluation.target import Target, open_target
 from kdjax.export.staging import check_sources
-from kdjax.formats.files import check_file, make_place
+from kdjax.formats.files import check_file
+from kdjax.formats.locks import holding_file
 from kdjax.models.checkpoint import ModelArgument
 from kdjax.models.decoding import Sampling, find_room
 
@@ -126,20 +127,20 @@ def _answer_prompts(
     prompts = list_prompts(args.prompts, tokenizer, most, fields)
     made_by = _tell(args, target, (repr(prompt.ids) for prompt in prompts), "ended")
     random.Random(args.seed).shuffle(prompts)
-    answers = WrittenAnswers(args.out, made_by, samples=args.samples, ended=args.ended)
-    prompts = prompts[: args.limit or None]
-    make_place(args.out)
-    if answers.asked:
-        _log.info("goes on: %s", answers.describe(len(prompts)))
-    model = target.load(sharding.make_local_mesh())
-    room = find_room([len(prompt.ids) for prompt in prompts], args.max_tokens)
-    sampling = dataclasses.replace(sampling, stop_ids=tokenizer.stop_ids)
-    for part in group(prompts[answers.asked :], args.batch_size, args.samples):
-        if time.monotonic() > until:
-            break
-        answers.write(part, model, sampling, batch_size=args.batch_size, room=room)
-        _log.info("%s", answers.describe(len(prompts)))
-    return answers.describe(len(prompts))
+    with holding_file(args.out, "give another --out"):
+        answers = WrittenAnswers(args.out, made_by, samples=args.samples, ended=args.ended)
+        prompts = prompts[: args.limit or None]
+        if answers.asked:
+            _log.info("goes on: %s", answers.describe(len(prompts)))
+        model = target.load(sharding.make_local_mesh())
+        room = find_room([len(prompt.ids) for prompt in prompts], args.max_tokens)
+        sampling = dataclasses.replace(sampling, stop_ids=tokenizer.stop_ids)
+        for part in group(prompts[answers.asked :], args.batch_size, args.samples):
+            if time.monotonic() > until:
+                break
+            answers.write(part, model, sampling, batch_size=args.batch_size, room=room)
+            _log.info("%s", answers.describe(len(prompts)))
+        return answers.describe(len(prompts))
 
 
 def _answer_exercises(
@@ -169,27 +170,27 @@ def _answer_exercises(
             args.max_tokens,
         )
     made_by = _tell(args, target, asked, "wording", "batch_size", "limit")
-    answers = VerifiedAnswers(args.out, made_by)
-    settings = Settings(
-        wording=args.wording,
-        samples=args.samples,
-        batch_size=args.batch_size,
-        room=room,
-        limits=sandbox.allow(args.timeout),
-        allow_unsandboxed=args.allow_unsandboxed,
-    )
-    make_place(args.out)
-    if answers.tried:
-        _log.info("goes on: %s", answers.describe())
-    model = target.load(sharding.make_local_mesh())
-    positions = find_room([length for length in lengths if length <= room], args.max_tokens)
-    generate = answer_with(model, tokenizer, sampling, settings, positions)
-    for part in group(fit, args.batch_size, args.samples):
-        if time.monotonic() > until:
-            break
-        answers.write(part, tokenizer, generate, settings)
-        _log.info("%s", answers.describe())
-    return answers.describe()
+    with holding_file(args.out, "give another --out"):
+        answers = VerifiedAnswers(args.out, made_by)
+        settings = Settings(
+            wording=args.wording,
+            samples=args.samples,
+            batch_size=args.batch_size,
+            room=room,
+            limits=sandbox.allow(args.timeout),
+            allow_unsandboxed=args.allow_unsandboxed,
+        )
+        if answers.tried:
+            _log.info("goes on: %s", answers.describe())
+        model = target.load(sharding.make_local_mesh())
+        positions = find_room([length for length in lengths if length <= room], args.max_tokens)
+        generate = answer_with(model, tokenizer, sampling, settings, positions)
+        for part in group(fit, args.batch_size, args.samples):
+            if time.monotonic() > until:
+                break
+            answers.write(part, tokenizer, generate, settings)
+            _log.info("%s", answers.describe())
+        return answers.describe()
 
 
 @reporting

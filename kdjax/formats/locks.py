@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kdjax.errors import UserError
-from kdjax.formats.files import make_folder, remove_empty, remove_leftovers, writing
+from kdjax.formats.files import make_folder, make_place, remove_empty, remove_leftovers, writing
 
 _log = logging.getLogger("kdjax")
 
@@ -24,15 +24,17 @@ class LockedError(UserError):
 
 
 @contextlib.contextmanager
-def locking(path: Path, otherwise: str) -> Iterator[bool]:
+def locking(path: Path, otherwise: str, what: Path | None = None) -> Iterator[bool]:
     """Holds the lock file `path` for the block, and removes it afterwards.
+
+    Errors name `what`, by default the folder of `path`.
 
     Yields False where the disk has no locks. Raises `LockedError` if another process holds the
     lock, with its name and with `otherwise`, which says what to do instead of waiting.
     """
     descriptor = None
     while descriptor is None:
-        descriptor, held = _try_lock(path, otherwise)
+        descriptor, held = _try_lock(path, otherwise, what or path.parent)
     try:
         yield held
     finally:
@@ -60,7 +62,19 @@ def holding(folder: Path, otherwise: str) -> Iterator[None]:
         yield
 
 
-def _try_lock(path: Path, otherwise: str) -> tuple[int | None, bool]:
+@contextlib.contextmanager
+def holding_file(path: Path, otherwise: str) -> Iterator[None]:
+    """Makes the folder of a file that the block writes in parts, and locks the file.
+
+    Raises `UserError` where `path` cannot be a file, `WriteError` where the disk refuses it, and
+    `LockedError` as `locking` does.
+    """
+    make_place(path)
+    with locking(path.with_name(f".{path.name}{LOCK}"), otherwise, path):
+        yield
+
+
+def _try_lock(path: Path, otherwise: str, what: Path) -> tuple[int | None, bool]:
     """Opens the file and tries to lock it; returns no file if its last holder has removed it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -78,7 +92,7 @@ def _try_lock(path: Path, otherwise: str) -> tuple[int | None, bool]:
         holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
         os.close(descriptor)
         raise LockedError(
-            f"{path.parent} is in use by {holder}. Wait until it ends, stop it, or {otherwise}."
+            f"{what} is in use by {holder}. Wait until it ends, stop it, or {otherwise}."
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
@@ -86,7 +100,7 @@ def _try_lock(path: Path, otherwise: str) -> tuple[int | None, bool]:
             raise
         _log.warning(
             "%s: its disk has no locks (%s); two processes at once would damage what is there",
-            path.parent,
+            what,
             error.strerror,
         )
         return descriptor, False
