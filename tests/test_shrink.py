@@ -623,6 +623,37 @@ def test_the_memory_is_set_before_the_head_is_compared(plan, exact, text, tmp_pa
     assert order == ["started", "compared"]
 
 
+@pytest.mark.parametrize("plan", [(), ("--plan",)], ids=["file", "plan"])
+def test_flags_that_no_run_can_have_are_refused_before_anything_is_measured(
+    plan, exact, text, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(shrink._Work, "__init__", lambda *_: pytest.fail("read"))
+    assert run(exact, text, tmp_path, BITS, "--microbatches=3", *plan) == 2
+    said = capsys.readouterr().err
+    assert "train.batch_size=2: must be divisible by train.microbatches=3" in said
+    assert not (tmp_path / "small.shrink").exists()
+
+
+@pytest.mark.slow
+def test_costs_of_another_call_take_no_start_of_another_text(exact, text, tmp_path, monkeypatch):
+    """Its types are equal; the work folder's start is of what an earlier call read."""
+    begun = []
+
+    def train(config, workdir, **_):
+        begun.append((config.student.start, workdir.name))
+        raise Killed
+
+    monkeypatch.setattr(shrink, "distill", train)
+    with pytest.raises(Killed):
+        run(exact, text, tmp_path, BITS)
+    costs = tmp_path / "costs.json"
+    costs.write_bytes((tmp_path / "small.shrink" / "costs.json").read_bytes())
+    for words in (f"--text={text}/a1*.py", f"--text={text}"):
+        with pytest.raises(Killed):
+            run(exact, text, tmp_path, BITS, f"--costs={costs}", words)
+    assert begun[0] == begun[2] and not set(begun[0]) & set(begun[1])
+
+
 def test_two_calls_do_not_share_a_work_folder(exact, text, tmp_path, capsys, monkeypatch):
     """The second would replace the first one's types; what a killed call left goes."""
     monkeypatch.setattr(shrink, "prepare", lambda *_: pytest.fail("read the text"))

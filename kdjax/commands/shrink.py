@@ -403,7 +403,9 @@ class _Work:
 
     def train(self, mixture: Mixture, types: Path, imatrix: str) -> tuple[Model, str]:
         """Trains the chosen types, from GPTQ's masters or by adapters; returns as `round` does."""
-        name = hashlib.sha256(types.read_bytes()).hexdigest()[:8]
+        # Costs that --costs names may be another model's or text's, and the types then equal.
+        made_of = types.read_bytes() + self.importance.name.encode()
+        name = hashlib.sha256(made_of).hexdigest()[:8]
         rank, rate = self.args.rank, self.args.learning_rate
         start = "" if rank else str(self.folder / f"start-{name}.npz")
         if start and not Path(start).exists():
@@ -511,8 +513,10 @@ def _count_free(mixture: Mixture, checkpoint: Checkpoint) -> int:
 def _choose_rank(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
     """Rank of the adapters that train: of --rank, or 0 for all numbers where those fit.
 
-    Raises `UserError` for a rank that the model cannot have.
+    Raises `UserError` for a rank that the model cannot have, and flags that no run can have.
     """
+    if args.train:
+        validate(_make_config(args, checkpoint.spec, _find_recipe(args, checkpoint, 0)))
     if args.rank is not None or not args.train:
         if args.rank and args.train:
             choose_lora(checkpoint.spec, args.rank)
