@@ -20,6 +20,7 @@ from test_dspark import (
     make_llama,
     model,
     norm,
+    numbers_of,
     path,
     read_taps,
     rotate,
@@ -68,21 +69,16 @@ def unsettle(made):
     return made.replace(params={**made.params, "eagle3": unflatten_dict(flat)})
 
 
-def numbers_of(head):
-    flat: dict[tuple[str, ...], Any] = flatten_dict(head.params["eagle3"])
-    w = {"/".join(k).removesuffix("/weight"): np.asarray(x, np.float64) for k, x in flat.items()}
-    return {k: x[0] if k.startswith("blocks/") else x for k, x in w.items()}
-
-
 def run_pass(model, head, taps, tokens, first):
     """States `[N, D]` of a pass of drafts in NumPy, before the last norm, each layer anew.
 
     The pass begins at the place `first` of `tokens`: from there on each state before a token is
     the head's. `taps` are of the places before.
     """
-    w, spec = numbers_of(head), head.functions.shape.spec
+    w, embed = numbers_of(head.params["eagle3"], model.params["embed"])
+    w = {k: x[0] if k.startswith("blocks/") else x for k, x in w.items()}
+    spec = head.functions.shape.spec
     width, groups = spec.head_dim, spec.num_kv_heads
-    embed = np.asarray(model.params["embed"], np.float64)
     before, states = list(taps[:first] @ w["fc"].T), []
     for last in range(first, len(tokens)):
         # Pairs of a token and the state before it: none for the first token of a text.
@@ -109,9 +105,9 @@ def run_pass(model, head, taps, tokens, first):
 
 def guess(model, head, taps, tokens, first):
     """Logits `[N, I]` of a pass of drafts, over the head's ids."""
-    embed, w = np.asarray(model.params["embed"], np.float64)[: model.real_vocab], numbers_of(head)
+    w, embed = numbers_of(head.params["eagle3"], model.params["embed"])
     states = norm(run_pass(model, head, taps, tokens, first), w["norm"])
-    return states @ w.get("output", embed).T
+    return states @ w.get("output", embed[: model.real_vocab]).T
 
 
 def ids_of(head, model):
@@ -251,14 +247,14 @@ def write_by_hand(model, head, prompt, count):
     """Greedy rounds over whole texts, read anew each time: the text, passes, accepted drafts."""
     ids, passes, kept = list(prompt), 0, 0
     embed = np.asarray(model.params["embed"], np.float64)[: model.real_vocab]
+    taps, _ = read_taps(model, head, ids)
     while len(ids) < len(prompt) + count:
         drafted = list(ids)
-        taps, _ = read_taps(model, head, ids)
         for _ in range(DRAFTS):
             best = guess(model, head, taps, drafted, len(ids) - 1)[-1].argmax()
             drafted.append(int(ids_of(head, model)[best]))
-        told = (read_taps(model, head, drafted)[1][: len(drafted)] @ embed.T).argmax(-1)
-        told = told.tolist()[len(ids) - 1 :]
+        taps, states = read_taps(model, head, drafted)  # of what the next round has too
+        told = (states[len(ids) - 1 : len(drafted)] @ embed.T).argmax(-1).tolist()
         same = [a == b for a, b in zip(drafted[len(ids) :], told, strict=False)]
         accepted = [*same, False].index(False)
         passes, kept = passes + 1, kept + accepted
