@@ -232,11 +232,20 @@ def without_page(hooks):
     return [hook for hook in hooks if not isinstance(hook, Samples | ReportPage)]
 
 
-@pytest.fixture(scope="module")
-def undrawn():
-    """Finished runs draw no page: two seconds of each, and one for what that imports."""
-    with mock.patch("kdjax.watch.run.ReportPage.train_end"):
-        yield
+@pytest.fixture(scope="session", autouse=True)
+def _no_pictures():
+    """Pages of runs have no pictures: two seconds of each, and one for what that imports."""
+    from kdjax.watch.report import page
+
+    draw = page._draw
+    with mock.patch.object(page, "_draw", lambda *_: ("PHN2Zy8+", b"png")):
+        yield draw
+
+
+@pytest.fixture
+def drawing(_no_pictures, monkeypatch):
+    """The test looks at the pictures of pages."""
+    monkeypatch.setattr("kdjax.watch.report.page._draw", _no_pictures)
 
 
 @pytest.fixture

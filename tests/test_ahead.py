@@ -11,7 +11,7 @@ from quick import cases
 from kdjax.training.ahead import Ahead
 from kdjax.training.job import assemble
 
-pytestmark = pytest.mark.usefixtures("one_device", "undrawn")
+pytestmark = pytest.mark.usefixtures("one_device")
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 

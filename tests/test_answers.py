@@ -276,7 +276,6 @@ def test_every_trained_position_has_what_was_said_of_its_label(answered, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_a_step_from_the_cache_is_that_of_a_teacher_in_the_batch(answered, models, tmp_path):
     """Whose loss is the formula's in float64 (tests/test_teacher_in_batch.py)."""
     config, _ = answered
@@ -345,7 +344,6 @@ def test_the_command_writes_it_and_refuses_what_cannot_be(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_a_run_from_several_caches_takes_their_weighted_losses(answered, tmp_path):
     """Resumed exactly, too: their hash, weights in it, is part of the run's identity."""
     config, _ = answered

@@ -44,7 +44,7 @@ def caplog_of(name):
 
 
 @pytest.fixture(scope="module")
-def judged_run(models, tmp_path_factory, undrawn):
+def judged_run(models, tmp_path_factory):
     """Workdir and log of a run of four steps whose second is, by its figures, the best."""
     folder = tmp_path_factory.mktemp("judged")
     config = make_tiny_config(models, folder)

@@ -233,7 +233,6 @@ def test_a_run_of_three_drafts_resumes_bit_for_bit(models, tmp_path, served):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
     """Layers keep their bytes; a disk that is full has one message and costs no saved step."""
     text = tmp_path / "text"
@@ -292,7 +291,6 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_one_command_makes_a_small_draft_from_prompts(models, tmp_path, capsys):
     """The big model's answers train the small one, and judge it; a second call writes none anew."""
     lines = (json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(64))

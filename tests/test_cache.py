@@ -372,7 +372,7 @@ def test_a_changed_run_is_refused(run, tmp_path, changes, says):
 
 
 @pytest.mark.slow
-def test_a_run_finds_just_the_rows_that_it_reads(run, tmp_path, undrawn):
+def test_a_run_finds_just_the_rows_that_it_reads(run, tmp_path):
     """A longer run is refused before its first step; the cache it adds to stays the first one's."""
     short = dict(train__steps=2, train__batch_size=8, optim__warmup_steps=1, eval__rows=3)
     config, out = with_cache(run[0], "", **short), tmp_path / "cache"

@@ -14,7 +14,7 @@ from kdjax.models.adapters import DEFAULT_ALPHA
 from kdjax.training.job import make_loss
 
 DOCS = Path(__file__).parents[1] / "docs"
-pytestmark = pytest.mark.usefixtures("one_device", "undrawn")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 # A config of an example: `config = Config()` and the fields that are set below it.
 EXAMPLE = re.compile(r"^( *)(config = (?:kdjax\.)?Config\(\)\n(?:\1config\..*\n)+)", re.MULTILINE)

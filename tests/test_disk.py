@@ -258,7 +258,6 @@ def test_a_checkpoint_that_takes_the_room_of_the_next_says_so(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_the_command_on_a_full_disk_names_the_last_checkpoint_and_resumes(tiny_config, tmp_path):
     """A status of its own and no traceback; `scripts.checks.faults` compares the curves."""
     tiny_config.train.steps, tiny_config.checkpoint.every, tiny_config.eval.every = 15, 3, 0

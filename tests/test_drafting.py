@@ -236,7 +236,6 @@ def test_of_equal_beginnings_one_is_judged(models, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_a_run_of_some_layers_resumes_evaluates_and_exports(models, tiny_config, tmp_path):
     tiny_config.student.layers, tiny_config.train.steps = "1", 2
     tiny_config.optim.warmup_steps = 1

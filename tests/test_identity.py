@@ -110,7 +110,7 @@ def test_a_run_of_what_was_removed_is_refused_by_the_field(earlier):
 
 
 @pytest.mark.slow
-def test_a_run_on_own_answers_is_verified(earlier, undrawn):
+def test_a_run_on_own_answers_is_verified(earlier):
     """In rounds, whose prompts belong to its identity."""
     workdir = Path("run-answers")
     assert distill(config_of(workdir), workdir) == "finished"

@@ -367,7 +367,6 @@ def test_teachers_optimizers_and_names_that_do_not_suit_are_refused(models):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_a_run_logs_layer_losses_and_goes_on(tiny_config, tmp_path):
     """With some parameters trained and in microbatches; stopped, it ends in the same bits."""
     config = tiny_config

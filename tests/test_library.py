@@ -167,7 +167,6 @@ def test_a_student_module_of_ones_own(run):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("run", [4], indirect=True)
 def test_a_run_of_ones_own_python_is_resumed(run, tmp_path, tiny_config):
     """Stopped at a save and gone on with, the run draws each batch once and ends the same."""
@@ -241,7 +240,6 @@ def test_a_divergence_of_ones_own(models, chunk_tokens, devices, microbatches):
 
 
 @pytest.mark.parametrize("more", cases(["--plan"], slow=[["--config.log.tensorboard=False"]]))
-@pytest.mark.usefixtures("undrawn")
 def test_the_config_of_the_page_on_settings_trains(models, tmp_path, monkeypatch, more):
     (program,) = read_programs("settings.md", "config").values()
     assert len([line for line in program.splitlines() if line.strip()]) <= 10

@@ -229,7 +229,7 @@ def test_own_answers_are_written_by_base_and_adapters(lora_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_commands_export_verify_and_go_on_from_adapters(lora_config, tmp_path, undrawn):
+def test_the_commands_export_verify_and_go_on_from_adapters(lora_config, tmp_path):
     """A run of `distill`, its PEFT folder, and a run that begins there beside its own base."""
     folder, student = tmp_path / "run", lora_config.student.path
     lora_config.train.steps, lora_config.optim.warmup_steps = 2, 0

@@ -123,7 +123,7 @@ def run_kdjax(*arguments):
 
 
 @pytest.mark.slow
-def test_every_command_takes_any_path(hostile, capsys, caplog, monkeypatch):
+def test_every_command_takes_any_path(hostile, drawing, capsys, caplog, monkeypatch):
     config, folder = hostile
     workdir = folder / f"w{ALL}"
     assert distill(config, workdir, on_step=lambda record: record.step == 5) == "interrupted"

@@ -154,17 +154,6 @@ def whole(tmp_path):
     return workdir(tmp_path / "a", WHOLE, receipt(), {"samples": [a_sample()]})
 
 
-@pytest.fixture
-def drawing():
-    """Asked for by tests that look at pictures: all others do without the seconds of drawing."""
-
-
-@pytest.fixture(autouse=True)
-def undrawn(request, monkeypatch):
-    if "drawing" not in request.fixturenames:
-        monkeypatch.setattr(page, "_draw", lambda *_: ("PHN2Zy8+", b"png"))
-
-
 class Text(html.parser.HTMLParser):
     """The text of a page's tables by row, every address it would fetch, its classes and titles."""
 

@@ -603,7 +603,7 @@ def test_any_source_may_have_news_and_a_part_of_the_identity(one_step, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_under_a_schedule_of_its_own(one_step, tmp_path, undrawn):
+def test_a_finished_run_goes_on_under_a_schedule_of_its_own(one_step, tmp_path):
     """From the checkpoint that is named, with its optimizer and the text that follows."""
     config, workdir = copy.deepcopy(one_step[0]), tmp_path / "run"
     config.train.steps, config.optim.warmup_steps = 4, 1
@@ -665,7 +665,7 @@ def test_a_run_that_was_stopped_in_its_last_step_is_judged_when_it_goes_on(tiny_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases("muon", slow=["adamw"]))
-def test_a_run_that_trains_some_parameters_resumes_exactly(tiny_config, tmp_path, undrawn, name):
+def test_a_run_that_trains_some_parameters_resumes_exactly(tiny_config, tmp_path, name):
     """One killed, one not; the others keep their numbers, and another choice is another run."""
     config = tiny_config
     config.optim.name, config.optim.trainable = name, "blocks/*/mlp, blk.1"

@@ -32,7 +32,7 @@ from kdjax.training.vocabulary import SharedVocabulary
 from scripts.bench.made_tokenizers import write_students
 from scripts.bench.synthetic import SHAPES, pair_headers
 
-pytestmark = pytest.mark.usefixtures("one_device", "undrawn")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 SHAPE = {
     "hidden_act": "silu",

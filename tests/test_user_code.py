@@ -74,7 +74,6 @@ def own_config(tiny_config):
     return tiny_config
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_run_of_ones_own_python_is_the_loop_of_make_step(own_config, tmp_path):
     """Optimizer, loss, module, batches, hooks; the receipt says that no hash is of their code.
 
@@ -124,7 +123,6 @@ def half(teacher_log_probs, student_log_probs):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_a_config_names_a_divergence_of_a_file(own_config, tmp_path, monkeypatch):
     """Its hash is in receipt and identity; the same file in another folder is the same run."""
     (tmp_path / "mine.py").write_text(HALF)
@@ -189,7 +187,6 @@ def test_a_file_may_define_a_divergence_with_its_own_gradient(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_a_hook_stops_a_run_and_another_optimizer_does_not_go_on(own_config, tmp_path):
     """A loss of a name is part of the config, and of its hash."""
     own_config.train.steps, own_config.eval.samples = 3, 0

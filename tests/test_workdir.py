@@ -97,7 +97,7 @@ def test_a_run_holds_its_workdir(tiny_config, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def two_steps(models, tmp_path_factory, undrawn):
+def two_steps(models, tmp_path_factory):
     """The config and workdir of a finished run of two steps, both saved; to be copied."""
     folder = tmp_path_factory.mktemp("two-steps")
     config = make_tiny_config(models, folder)
