@@ -60,7 +60,6 @@ def run(models, tmp_path_factory, served, request):
     "served, run",
     [  # an EAGLE-3 head of all ids and one of some
         *(("qwen3", kind) for kind in KINDS if kind != "eagle3"),
-        ("qwen35", "dspark"),
         ("qwen35", "eagle3"),
     ],
     indirect=True,
@@ -88,7 +87,6 @@ FEW = "student.draft_ids=64"
         ("qwen3", "dspark", SMALL, ("dflash.block_size", 2)),
         ("qwen3", "dflash", [SMALL[0], SMALL[2]], ("dflash.block_size", 3)),
         ("qwen3", "eagle3", [FEW, "mesh.data=2"], ("eagle3.block_count", 1)),
-        ("qwen35", "dspark", SMALL, ("dflash.rope.dimension_sections", [16, 0, 0, 0])),
         ("qwen35", "eagle3", [], ("eagle3.block_count", 1)),
     ],
     indirect=["served"],

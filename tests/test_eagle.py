@@ -48,6 +48,7 @@ WEIGHTS = 1, 0.8, 0.64
 IDS = tuple(np.random.default_rng(3).permutation([i for i in range(300) if i % 5]).tolist())
 KINDS = {"all ids": (), "some ids": IDS}
 EACH = with_targets(*KINDS)
+DENSE = with_targets(*KINDS, experts=False)
 
 
 @pytest.fixture(scope="module", params=["all ids"])
@@ -176,7 +177,7 @@ def make_batch(texts):
 
 
 @pytest.mark.slow
-@EACH
+@DENSE
 def test_the_step_minimises_the_loss_of_its_passes(model, head):
     """Loss by draft and gradient are those of float64 passes, each of its own text."""
     texts, batch = TEXTS, make_batch(TEXTS)
@@ -263,7 +264,7 @@ def write_by_hand(model, head, prompt, count):
 
 
 @pytest.mark.slow
-@EACH
+@DENSE
 def test_the_head_drafts_and_the_text_stays(model, learned):
     """Texts, passes and accepted drafts are those of whole texts read anew; slots are refilled."""
     how = dict(draft=learned, draft_tokens=DRAFTS, batch_size=2)
