@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import re
 
 import gguf
@@ -134,11 +133,9 @@ def alone(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [dict(tensor=2), dict(data=2, fsdp=2)])
-def test_a_mesh_rounds_as_one_device(pair, alone, models, axes):
+def test_a_mesh_rounds_as_one_device(pair, alone, models):
     """Scales lie with their rows, and steps and bytes are those of one device."""
-    sizes = dict(data=1, fsdp=1, tensor=1) | axes
-    mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    mesh = make_mesh(2, 2, 2)
 
     def load(name):
         checkpoint = open_checkpoint(models / f"{name}.gguf")

@@ -37,6 +37,9 @@ def make_batches(count, rows=8, length=32):
     return [{"tokens": ids[:, :-1], "labels": ids[:, 1:]}] * count
 
 
+FOUR = pytest.mark.parametrize("run", [pytest.param(4, marks=pytest.mark.slow)], indirect=True)
+
+
 @pytest.fixture(params=cases(1, slow=[4]))
 def run(request, models, tmp_path, monkeypatch):
     """A function that runs a program of the pages beside both models, and returns its names.
@@ -66,7 +69,7 @@ def test_programs_are_as_short_as_promised(name, lines):
     assert len([line for line in PROGRAMS[name].splitlines() if line.strip()]) <= lines
 
 
-@pytest.mark.slow
+@FOUR
 def test_logits_and_text(run):
     names = run("logits")
     model, logits = names["model"], names["logits"]
@@ -88,7 +91,7 @@ def test_a_loop_of_ones_own(run, capsys):
     np.testing.assert_array_equal(exported.params["embed"], after)
 
 
-@pytest.mark.slow
+@FOUR
 def test_a_whole_loop_is_resumed_to_the_same_bits(run, tmp_path, capsys):
     """Killed behind its last save, the loop ends as one that was not."""
     (batch,), heldout = make_batches(1), make_batches(1, rows=4)
@@ -136,7 +139,7 @@ def test_the_tree_of_parameters_is_as_the_page_says(run, capsys):
     }
 
 
-@pytest.mark.slow
+@FOUR
 def test_some_of_the_parameters(run, capsys):
     names = run("some", batches=make_batches(1))
     assert capsys.readouterr().out.splitlines()[-1] == "blk.1.ffn_gate.weight"
@@ -150,7 +153,7 @@ def test_some_of_the_parameters(run, capsys):
     assert all(np.any(gate != before["blocks"]["mlp"]["gate"]["weight"], axis=(1, 2)))
 
 
-@pytest.mark.slow
+@FOUR
 def test_losses_of_layers(run):
     names = run("layers", batches=make_batches(1))
     means = names["metrics"].means()
@@ -166,8 +169,7 @@ def test_a_student_module_of_ones_own(run):
     assert names["metrics"].means()["loss"] < 0.95 * first.means()["loss"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [4], indirect=True)
+@FOUR
 def test_a_run_of_ones_own_python_is_resumed(run, tmp_path, tiny_config):
     """Stopped at a save and gone on with, the run draws each batch once and ends the same."""
     tiny_config.train.steps, tiny_config.eval.samples = 4, 0
@@ -196,7 +198,7 @@ def test_a_run_of_ones_own_python_is_resumed(run, tmp_path, tiny_config):
     assert hashes[0] == hashes[1]
 
 
-@pytest.mark.slow
+@FOUR
 def test_a_form_of_ones_own(run):
     """The forward pass sees what it says, and the masters move."""
     names = run("form", batches=make_batches(1))

@@ -234,8 +234,8 @@ def test_nan_stops_keeps_the_batch_and_the_last_good_checkpoint(tiny_config, tmp
 @pytest.mark.slow
 def test_a_checkpoint_of_8_devices_resumes_on_4_and_on_1(tiny_config, tmp_path):
     tiny_config.mesh = config_module.MeshConfig(data=2, fsdp=2, tensor=2)
-    go(tiny_config, tmp_path / "run", Recorder(stop_at=4))
     job = assemble(tiny_config, tmp_path / "run")
+    go(tiny_config, tmp_path / "run", Recorder(stop_at=4), job=job)
     _, whole = saved(job, tmp_path / "run")
     batch = job.source.next({})
     losses = []
