@@ -197,7 +197,7 @@ def read(path):
 
 def test_a_real_run_outlives_its_connection(site, tiny_config, tmp_path):
     """Every setting reaches the run, which goes on without a connection; its status comes back."""
-    cache = REPOSITORY / ".pytest_cache" / "xla-dispatch"
+    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
     settings = dict(
         TEACHER=tiny_config.teacher.path,
         STUDENT=tiny_config.student.path,
