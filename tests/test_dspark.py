@@ -200,7 +200,7 @@ def run_block(model, head, taps, anchor, known):
 
 
 def judge_slots(states, w, embed, known):
-    """What a block's states `[N, D]` predict after the tokens `known`: see `run_block`."""
+    """Predictions of a block's states `[N, D]` after the tokens `known`: see `run_block`."""
     before = w["markov"][known]
     logits = states @ embed.T + before @ w["bias"][: len(embed)].T
     joined = np.concatenate([states, before], axis=-1)

@@ -212,7 +212,7 @@ WRITE = ["--prompt=a b c", "--max-tokens=9", "--temperature=0"]
 
 @pytest.fixture(scope="module")
 def text(path):
-    """What the command writes without drafts."""
+    """Text that the command writes without drafts."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert generate.main([str(path), *WRITE]) == 0
     return said.getvalue()
