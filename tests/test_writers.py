@@ -2,6 +2,8 @@
 
 import io
 import json
+import logging
+import re
 import sys
 import time
 import types
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kdjax import progress
+from kdjax.commands import parsing
 from kdjax.errors import UserError
 from kdjax.training.hooks import Run, StepRecord
 from kdjax.watch import writers
@@ -108,6 +111,23 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     play(writers.Terminal(stream), tmp_path)
     assert "4/4" in stream.getvalue() and "━" in stream.getvalue()
     assert "finished after" in stream.getvalue()
+
+
+def test_a_line_of_the_log_does_not_begin_within_the_bar(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    log, stream = logging.getLogger("kdjax"), Terminal()
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", log.propagate)
+    parsing.log_to_terminal()
+    hook = writers.Terminal(stream)
+    hook.train_begin(a_run(tmp_path))
+    hook.step_end(record(1))
+    log.info("[step] 1 is the best")
+    hook.train_end("finished", None)
+    assert sys.stderr.getvalue() == ""
+    line = r"\x1b\[2K\d\d:\d\d:\d\d \[step\] 1 is the best\n"  # after the bar was erased
+    assert re.search(line, stream.getvalue())
 
 
 def test_metrics_jsonl_drops_what_will_be_written_again(tmp_path):

@@ -507,11 +507,21 @@ def started(
     return cluster.started(options.distributed, options.join_timeout, lean=lean)
 
 
+class _Lines(logging.Handler):
+    """Prints to `sys.stderr` as it is then: a progress bar puts itself there, below each line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
 def log_to_terminal(level: int = logging.INFO) -> None:
     """Shows kdjax's log from `level` on, with the time, and warnings of other packages."""
     # Libraries log through absl at INFO (Orbax a dozen lines a save); kdjax does not use absl.
     absl_logging.set_verbosity(absl_logging.WARNING)
-    handler = logging.StreamHandler()
+    handler = _Lines()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     log = logging.getLogger("kdjax")
     log.handlers, log.propagate = [handler], False
