@@ -135,7 +135,8 @@ def test_one_command_makes_a_head_and_judges_it(tmp_path, served, capsys, kind, 
     ],
 )
 def test_what_a_head_cannot_have_is_refused_in_one_line(models, tmp_path, capsys, flags, message):
-    command = [str(models / "student.gguf"), "--kind=dspark", f"--out={tmp_path}/o.gguf", *flags]
+    kind = [] if any(flag.startswith("--kind=") for flag in flags) else ["--kind=dspark"]
+    command = [str(models / "student.gguf"), *kind, f"--out={tmp_path}/o.gguf", *flags]
     assert draft.main(command) == 2
     told = capsys.readouterr().err
     assert message in told and len(told.splitlines()) == 1 and not any(tmp_path.iterdir())
