@@ -13,6 +13,7 @@ from test_run import command
 import kdjax
 from kdjax.commands import cli, parsing
 from kdjax.data.sources import find_files
+from kdjax.demo import STUDENT
 from kdjax.errors import BAD_INPUT, FINISHED, UserError
 from kdjax.formats.saved import find_damage, saved_params
 from kdjax.models.checkpoint import ModelArgument
@@ -152,3 +153,19 @@ def test_every_command_takes_any_path(hostile, drawing, capsys, caplog, monkeypa
     run_kdjax("cache", run[0], *run[2:], f"--out={folder / f'c{ALL}'}", "--k=4")
     config.teacher.cache = str(folder / f"c{ALL}")
     run_kdjax("train", *command(config, folder / "cached [1]#")[3:])
+
+
+def test_a_link_to_itself_has_one_line(tmp_path, capsys):
+    (link := tmp_path / "link").symlink_to(link)
+    for argv, message in (
+        (["train", "--config=demo", f"--workdir={link}"], "link is no folder. Give a folder you"),
+        (["report", str(link)], "link/receipt.json: Too many levels of symbolic links"),
+        (["verify", str(link)], "link/receipt.json: Too many levels of symbolic links"),
+    ):
+        assert cli.main(argv) == BAD_INPUT
+        said = capsys.readouterr().err
+        assert message in said and len(said.splitlines()) == 1
+    (prompts := tmp_path / "q").mkdir()
+    (prompts / "a.txt").write_text("One day, Lily went out.")
+    argv = ["answers", str(STUDENT), f"--prompts={prompts}", f"--out={link}", "--max-tokens=1"]
+    assert cli.main(argv) == FINISHED and link.is_file() and not link.is_symlink()

@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import logging
 import math
+import os
 import random
 import time
 from collections.abc import Iterable
@@ -119,7 +120,8 @@ def _answer_prompts(
     fields = Fields.parse(args.fields)
     check_sources(args.out, find_files(args.prompts, fields))
     for folder in map(Path, split_sources(args.prompts)[0]):
-        if folder.is_dir() and args.out.resolve().is_relative_to(folder.resolve()):
+        out = Path(os.path.realpath(args.out))
+        if folder.is_dir() and out.is_relative_to(folder.resolve()):
             raise UserError(
                 f"{args.out} is within {folder}, whose files are prompts, and so would the answers "
                 "be. Give an --out elsewhere."

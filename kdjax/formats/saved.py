@@ -83,7 +83,7 @@ def check_folder(workdir: Path) -> None:
 
     TensorStore takes `\\` for `/`, and names that are not UTF-8 not at all.
     """
-    path = str((workdir / CHECKPOINTS).resolve())
+    path = os.path.realpath(workdir / CHECKPOINTS)  # `resolve` raises for links in a circle
     if "\\" in path or path != path.encode(errors="ignore").decode():
         raise UserError(
             f"{path!r} cannot hold checkpoints; expected a path of UTF-8 without \\. Rename the "

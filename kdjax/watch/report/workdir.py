@@ -138,7 +138,7 @@ def _read_rounds(workdir: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Reads the runs; the label of each is the end of its path that distinguishes it."""
-    resolved = [path.resolve() for path in paths]
+    resolved = [Path(os.path.realpath(path)) for path in paths]
     for i, path in enumerate(resolved):
         if path in resolved[:i]:
             raise UserError(f"{paths[i]} was given twice; name each run once.")
