@@ -61,6 +61,21 @@ def test_a_flag_of_one_value_is_refused_twice(capsys, command, flag):
     assert f"error: found {flag} twice; expected one value." in error_of(capsys, *command)
 
 
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["data", "demo", "--config=demo_teacher"], "--config: not allowed with argument CONFIG"),
+        (["data", "--config=demo_teacher", "demo"], "CONFIG: not allowed with argument --config"),
+        (["train", "demo"], "found demo without a flag; expected --config=demo."),
+        (["plan", "demo:lora"], "found demo:lora without a flag; expected --config=demo:lora."),
+        (["train", "mine.py", "--workdir=a"], "expected --config=mine.py."),
+        (["train", "mine"], "unrecognized arguments: mine."),
+    ],
+)
+def test_a_config_has_one_place(capsys, argv, message):
+    assert message in error_of(capsys, *argv)
+
+
 def test_flags_of_several_values_and_settings_may_repeat():
     parser = parsing.Parser("generate", None)
     parser.add_argument("model")

@@ -10,7 +10,6 @@ those that the run's first step reads. Where the teacher's chat template would w
 otherwise than the student's, which both read, its view is shown, too.
 """
 
-import argparse
 import difflib
 import itertools
 import tempfile
@@ -160,10 +159,8 @@ def show_run(run: RunCommand, rows: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     log_to_terminal()
-    parser = run_parser("data", __doc__)
+    parser = run_parser("data", __doc__, bare=True)
     add = parser.add_argument
-    text = "in place of --config=CONFIG"
-    add("config", nargs="?", default=argparse.SUPPRESS, metavar="CONFIG", help=text)
     add("--rows", type=int, default=2, metavar="N", help="rows to show")
     run = parse_run(parser, argv)
     check_least(run.options, rows=0)

@@ -228,11 +228,18 @@ class RunCommand(NamedTuple):
     suits_cpu: bool = False  # by the config: an idle GPU is no error
 
 
-def run_parser(name: str, description: str | None, *statuses: int) -> Parser:
-    """Adds the flags of a command that takes a config; `parse_run` reads them."""
+def run_parser(name: str, description: str | None, *statuses: int, bare: bool = False) -> Parser:
+    """Adds the flags of a command that takes a config; `parse_run` reads them.
+
+    With `bare` the config may also be named without a flag.
+    """
     parser = Parser(name, description, *statuses, epilog=_settings())
     text = f"a file with get_config(), or one that comes with kdjax: {', '.join(shipped())}"
-    parser.add_argument("--config", metavar="CONFIG[:KIND]", help=text)
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--config", metavar="CONFIG[:KIND]", help=text)
+    if bare:
+        text = "in place of --config=CONFIG"
+        add("config", nargs="?", default=argparse.SUPPRESS, metavar="CONFIG", help=text)
     return parser
 
 
@@ -272,6 +279,8 @@ def parse_run(parser: Parser, argv: Sequence[str] | None = None) -> RunCommand:
     """Reads the command line and the config; raises `UserError` for what cannot run."""
     options, rest = parser.parse_known_args(argv)
     if not options.config:
+        if rest and (rest[0].partition(":")[0] in shipped() or rest[0].endswith(".py")):
+            parser.error(f"found {rest[0]} without a flag; expected --config={rest[0]}")
         parser.refuse_beside_fields(rest)
         parser.error(f"--config is missing: a file, or one of {', '.join(shipped())}")
     config, name, downloads, suits_cpu = load_config(options.config)
