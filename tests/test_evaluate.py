@@ -936,6 +936,7 @@ def test_a_random_model_is_called_broken_and_measured_all_the_same(command, pair
         (["{p}/student.gguf", "--data=a={p}/text", "--data=a={p}"], "found the names a, a; exp"),
         (["{p}/student.gguf", "--data=a={p}/text", "--data=all={p}"], "and no `all`, which names"),
         (["{p}/student.gguf", "--data=code="], "a name without paths"),
+        (["{p}/student.gguf", "--data==code/"], "paths without a name"),
         (
             ["{p}/student.gguf", "--wording=all", "--samples=1", "--temperature=0.5"],
             "--temperature=0.5: has no meaning with --wording=all and one sample",

@@ -185,6 +185,8 @@ def test_the_command_runs_tasks_and_prints_their_table(tasks, capsys):
     assert "tiny_choice" in capsys.readouterr().out
     assert cli.main(["lm_eval", *flags[:2], "--tasks", "tiny_none"]) == BAD_INPUT
     assert "error: lm_eval: Tasks not found: tiny_none." in capsys.readouterr().err
+    assert cli.main(["lm_eval", "run"]) == BAD_INPUT
+    assert "error: lm_eval: No tasks specified" in capsys.readouterr().err
 
 
 @pytest.mark.parity

@@ -189,6 +189,8 @@ def check(args: argparse.Namespace) -> Request:
         )
     if not all(domains.values()):
         raise UserError("--data: found a name without paths; expected --data=NAME=PATHS.")
+    if not all(domains):
+        raise UserError("--data: found paths without a name; expected --data=NAME=PATHS.")
     for patterns in domains.values():
         sources += find_files(patterns, Fields.parse(args.fields))
     benchmarks = {

@@ -46,9 +46,12 @@ def main(argv: list[str] | None = None) -> int:
             harness.execute(options)
         except ValueError as error:
             raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-            if raised.parent.parts[-2:] != ("lm_eval", "config"):
-                raise  # a fault; what the harness refuses is an unknown task or a flag's value
-            raise UserError(f"lm_eval: {error}. `kdjax lm_eval ls tasks` lists them.") from error
+            refused = raised.parent.parts[-2:] == ("lm_eval", "config")  # a task, a flag's value
+            if not refused and raised.parts[-2:] != ("lm_eval", "evaluator.py"):  # no task
+                raise  # a fault
+            raise UserError(
+                f"lm_eval: {str(error).rstrip('.')}. `kdjax lm_eval ls tasks` lists them."
+            ) from error
     return FINISHED
 
 
