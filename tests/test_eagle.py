@@ -48,7 +48,8 @@ WEIGHTS = 1, 0.8, 0.64
 IDS = tuple(np.random.default_rng(3).permutation([i for i in range(300) if i % 5]).tolist())
 KINDS = {"all ids": (), "some ids": IDS}
 EACH = with_targets(*KINDS)
-DENSE = with_targets(*KINDS, experts=False)
+DENSE = with_targets(*KINDS, others=["qwen35"])
+EXPERTS = with_targets(*KINDS, others=["qwen35moe"])
 
 
 @pytest.fixture(scope="module", params=["all ids"])
@@ -279,7 +280,7 @@ def test_the_head_drafts_and_the_text_stays(model, learned):
 
 @pytest.mark.slow
 @needs_llama_cpp
-@EACH
+@EXPERTS
 def test_llama_cpp_accepts_as_many(path, model, learned, tmp_path):
     """Its `draft-eagle3` changes no text, and accepts what kdjax does, after the first id."""
     check_served(path, model, learned, tmp_path, DRAFTS)
