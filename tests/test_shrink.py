@@ -778,6 +778,17 @@ def test_text_that_is_not_given_is_half_the_models_own(tmp_path):
     assert own is not None and own.others == "python:flax,optax,numpy"
 
 
+@pytest.mark.parametrize("text, least", [("own", 0.134), ("own:4096", 0.02), ("own,src/", 0.02)])
+def test_text_of_the_model_alone_has_texts_to_judge_by(text, least, models, tmp_path):
+    """None of a CPU's 32 is held out once in 100 times if 13.4% are: 0.866 ** 32 = 0.01."""
+    args = shrink._parser().parse_args(["m.gguf", "--out=a.gguf", "--bits=4", f"--text={text}"])
+    own = OwnText.find(text, tmp_path)
+    args.own, args.sources, args.machine = own, text, None
+    spec = kdjax.open_checkpoint(models / "student.gguf").spec
+    share = shrink._make_config(args, spec, "q4_k_m").data.heldout_fraction
+    assert share >= least and (share == 0.02) == (text != "own")
+
+
 @pytest.mark.slow
 def test_the_model_writes_the_text_that_own_stands_for(exact, text, tmp_path, capsys, monkeypatch):
     """A plan writes nothing and counts it; the command reads it with the other sources, once."""
