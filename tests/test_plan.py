@@ -206,15 +206,19 @@ def test_adapters_are_planned_from_1_percent_below_to_5_above(pairs, pair, base,
 
 
 # Of adapters of rank 64 under rounding, without the file's blocks and the types' scales, by `kdjax
-# shrink` on an H200, 29 November 2026. The 7B is planned too high.
+# shrink` on an H200, 29 November 2026, and XLA's count for one by scripts.checks.compiled_memory.
+SHRINK = dict(rows=16, length=1024, chunk=16384, parts=4)
 SUMS = [
-    ("7b", dict(rows=16, length=1024, chunk=16384, parts=4, remat="dots"), 53.4, 1.11),
-    ("qwen3.5-9b", dict(rows=8, length=512, chunk=16384, parts=8, remat="none"), 47.4, 1.05),
+    ("7b", dict(SHRINK, remat="dots"), 53.4),
+    ("qwen3.5-9b", dict(SHRINK, rows=8, length=512, parts=8, remat="none"), 47.4),
+    ("7b", dict(SHRINK, remat="none"), 55.3),
+    ("7b", dict(SHRINK, remat="dots"), 50.1),
+    ("7b", dict(SHRINK, remat="full"), 45.8),
 ]
 
 
-@pytest.mark.parametrize(("shape", "settings", "peak", "most"), SUMS)
-def test_adapters_under_rounding_are_planned_as_measured(pairs, shape, settings, peak, most):
+@pytest.mark.parametrize(("shape", "settings", "peak"), SUMS)
+def test_adapters_under_rounding_are_planned_within_5_percent(pairs, shape, settings, peak):
     config = config_of(**settings, segments=Config().data.max_segments)
     named = {"teacher.path": SELF, "teacher.weights": "packed", "teacher.param_dtype": "float32"}
     set_fields(config, named | {"student.quantize": "q2_k", "student.lora.rank": 64})
@@ -223,7 +227,7 @@ def test_adapters_under_rounding_are_planned_as_measured(pairs, shape, settings,
     made = plan.make_plan(config, pair, make_local_mesh(1), H200, KINDS["packed"])
     names = "teacher, packed blocks", "student, packed blocks", "its scales"
     fixed = sum(made.resident[name] for name in names)
-    assert 0.99 * peak < (made.peak - fixed) / 1e9 < most * peak
+    assert (made.peak - fixed) / 1e9 == pytest.approx(peak, rel=0.05)
 
 
 # Of whole students, 16 rows on two H200s, 22 November 2026.

@@ -95,7 +95,7 @@ _log = logging.getLogger("kdjax")
 
 _RECIPES = ("q2_k", "q3_k_m", "iq4_xs", "q4_k_m", "q6_k", "q8_0")  # that files are compared with
 # Rates of files below these bits a weight: with more bits there is less to mend (docs/quantize.md).
-_RATES = ((3.6, 2e-5), (4.8, 1e-5), (math.inf, 3e-6))
+_RATES = ((3.6, 2e-5), (4.4, 1e-5), (math.inf, 3e-6))
 _MOST_BITS = 32  # a weight: F32
 _SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
 _WRITING = 0.1  # of that peak, while a model writes

@@ -162,7 +162,8 @@ def round_layers(
         exact_states = _run_layer(alone, others | exact, exact_states, columns)
         states = _run_layer(alone, others | layer, states, columns)
     kept: dict[tuple[str, ...], Any] = {}
-    for path, rows in found.items():
+    for path in types:  # a stack at a time: its layers' arrays go
+        rows = found.pop(path)
         flat[path] = jnp.stack([masters for masters, _ in rows])
         for dtype in dict.fromkeys(types[path]):
             chosen = [x for (_, x), kind in zip(rows, types[path], strict=True) if kind == dtype]

@@ -104,6 +104,8 @@ class Form:
     freezes: ClassVar[bool] = False
     low_rank: ClassVar[bool] = False
     casts: ClassVar[bool] = True  # whether float32 matrices are cast for each product
+    # Whether XLA puts a layer's gradients where its activations were: of one dtype they are.
+    reuses: ClassVar[bool] = False
     # Weights of the losses of the student's later predictions, added to the loss of its first.
     later: ClassVar[tuple[float, ...]] = ()
     confidence: ClassVar[float] = 0.0  # weight of the loss of its confidence, see `Runs`
@@ -1156,6 +1158,7 @@ class RoundedSum(Rounded, Adapters):
     compute: DTypeLike = "float32"
 
     low_rank: ClassVar[bool] = False
+    reuses: ClassVar[bool] = True
 
     def see(self, base: Params, kept: Kept, masters: Params) -> Params:
         """Returns the numbers that the blocks decode to; what is not rounded is float32."""

@@ -315,7 +315,8 @@ class _Temporaries:
         parts, rows = train.microbatches, _count_rows(self.config, self.mesh)
         positions = rows * length
         accumulated = {"gradients, accumulated": self.gradients if parts > 1 else 0.0}
-        held = {"student's kept activations": self._keep(positions)} | accumulated
+        kept = self._keep(positions)
+        held = {"student's kept activations": kept} | accumulated
         if self.kind.runs:
             running = self._teacher_forward(rows, length)
             if parts > 1 and self.kind.decodes:
@@ -328,7 +329,7 @@ class _Temporaries:
                 running |= accumulated
             yield TEACHER, running
         yield LOSS, self._loss(positions) | held
-        yield BACKWARD, self._backward(positions) | held
+        yield BACKWARD, self._backward(positions, kept) | held
         if self.config.optim.name == "muon":
             student = self.pair.student.spec
             width = student.experts * student.expert_size or student.mlp_width
@@ -374,13 +375,13 @@ class _Temporaries:
             parts["gradients of layers, zeros as yet"] = min(self.gradients, layers)
         return parts
 
-    def _backward(self, positions: Size) -> dict[str, Size]:
-        """Counts what the student's backward pass makes."""
+    def _backward(self, positions: Size, kept: Size) -> dict[str, Size]:
+        """Counts what the student's backward pass makes next to what the forward pass kept."""
         student = self.pair.student.spec
         whole = student.vocab_size * student.hidden_size  # its gradient, before it is scattered
         form = self._form
         return {
-            "gradients": self.gradients,
+            "gradients": max(0.0, self.gradients - form.reuses * kept),
             "student's layer": self._layer(positions),
             "embedding, gathered": whole * (0 if form.freezes else self._gathered_masters),
             "a frozen layer": form.low_rank * count_layer(student) * self._size,
