@@ -365,7 +365,7 @@ def test_a_page_that_does_not_fit_is_one_message(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"kind": "train", "step": 1, "loss": 1.0, "ce": 1.0, "learning_rate": 1e-3}\n'
     )
-    with no_file_beyond(5000), pytest.raises(WriteError, match="cannot be written"):
+    with no_file_beyond(1000), pytest.raises(WriteError, match="cannot be written"):
         page.write_page([tmp_path])
     assert not (tmp_path / "report.html").exists()
 
