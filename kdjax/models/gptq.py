@@ -9,6 +9,7 @@ not from the inputs that rounded matrices return (GPTAQ, Li et al. 2025, arXiv:2
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -152,11 +153,11 @@ def round_layers(
         for stage in _split_stages(types):
             pair = unflatten_dict(others | exact), unflatten_dict(others | layer)
             both = zip(exact_states, states, columns, strict=True)
-            parts = (_measure(alone, stage, *pair, x, y, *more) for x, y, more in both)
+            parts = (_measure(alone, stage[0], *pair, x, y, *more) for x, y, more in both)
             sums = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
             for path in stage:
                 w, dtype = exact[path][0], types[path][index]
-                *made, rounded = programs[w.shape, dtype](w, *sums[path])
+                *made, rounded = programs[w.shape, dtype](w, *sums)
                 found[path].append(made)
                 layer[path] = rounded[None].astype(layer[path].dtype)
         exact_states = _run_layer(alone, others | exact, exact_states, columns)
@@ -191,7 +192,7 @@ def _compile_all(
 
 
 def _split_stages(paths: Collection[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
-    """Splits the matrices of a layer into stages; an input depends on the stages before it."""
+    """Splits the matrices of a layer into stages, of one input; it depends on those before."""
     stages = [tuple(p for p in paths if p[1] == part and p[2] in names) for part, names in SHARING]
     return [stage for stage in stages if stage]
 
@@ -210,44 +211,38 @@ def _run_layer(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measure(
     functions: DecoderFunctions,
-    paths: tuple[tuple[str, ...], ...],
+    path: tuple[str, ...],
     exact: Params,
     params: Params,
     exact_x: Float[Array, "B T D"],
     x: Float[Array, "B T D"],
     *columns: Array,
-) -> dict[tuple[str, ...], tuple[Array, Array]]:
-    """Sums of outer products of each matrix's inputs, and of its exact inputs with them."""
-    theirs = _read_inputs(functions, paths, exact, exact_x, *columns)
-    ours = _read_inputs(functions, paths, params, x, *columns)
+) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
+    """Sums of outer products of a matrix's inputs, and of its exact inputs with them."""
+    theirs = _read_inputs(functions, path, exact, exact_x, *columns)
+    ours = _read_inputs(functions, path, params, x, *columns)
     product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    return {
-        path: (product(ours[path].T, ours[path]), product(theirs[path].T, ours[path]))
-        for path in paths
-    }
+    return product(ours.T, ours), product(theirs.T, ours)
 
 
 def _read_inputs(
-    functions: DecoderFunctions, paths: tuple[Any, ...], params: Params, x: Array, *columns: Array
-) -> dict[tuple[str, ...], Array]:
-    """Reads the inputs of each of these matrices of a layer, `[B T, inputs]`."""
+    functions: DecoderFunctions, path: tuple[str, ...], params: Params, x: Array, *columns: Array
+) -> Float[Array, "N n"]:
+    """Reads the inputs of a matrix of a layer, N of B T positions."""
     flat: dict[tuple[str, ...], Any] = flatten_dict(params)
 
-    def run(zeros: dict[tuple[str, ...], Array]) -> Array:
+    def run(zeros: Array) -> Array:
         seen = flat | {
-            path: Adapted(leaf, sums=zeros.get(path))
-            for path, leaf in flat.items()
-            if path in zeros or (path[0] in STACKS and leaf.ndim == 3)
+            other: Adapted(leaf, sums=zeros if other == path else None)
+            for other, leaf in flat.items()
+            if other[0] in STACKS and leaf.ndim == 3
         }
         out, _ = functions.read_segments(unflatten_dict(seen), x, *columns)
         return jnp.sum(out.astype(jnp.float32))
 
-    positions = x.shape[0] * x.shape[1]
-    zeros = {path: jnp.zeros((1, positions, flat[path].shape[-1])) for path in paths}
-    return {path: inputs[0] for path, inputs in jax.grad(run)(zeros).items()}
+    return jax.grad(run)(jnp.zeros((1, math.prod(x.shape[:2]), flat[path].shape[-1])))[0]
 
 
 def count_hessian_bytes(spec: ArchSpec) -> int:
-    """Bytes of the most that one stage needs: two float32 sums of outer products each matrix."""
-    heads = spec.num_heads * spec.head_dim
-    return 2 * 4 * max(3 * spec.hidden_size**2, heads**2, spec.mlp_size**2)
+    """Bytes of a stage's two float32 sums of outer products, at most."""
+    return 2 * 4 * max(spec.hidden_size, spec.num_heads * spec.head_dim, spec.mlp_size) ** 2
