@@ -229,6 +229,16 @@ def test_a_large_checkpoint_is_told_before_it_is_written(tmp_path, monkeypatch, 
     assert told == ([] if large else ["saving a checkpoint of 0.00 GB"])
 
 
+def test_a_checkpoint_takes_the_room_that_is_asked_for(tmp_path):
+    """Arrays as they are, which is quicker; zeros would show compression."""
+    state = TrainState(jnp.int32(5), {"weight": jnp.zeros(250_000, jnp.float32)}, {})
+    with Checkpoints(tmp_path, 1) as store:
+        need = store.check_room(state)
+        store.save(state, {})
+    taken = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert need <= taken < 1.05 * need
+
+
 def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(
     tiny_config, tmp_path, monkeypatch
 ):

@@ -101,7 +101,10 @@ class Checkpoints:
         on_cpu = jax.default_backend() == "cpu"
         if asynchronous is None:
             asynchronous = not on_cpu
-        handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 if on_cpu else 96)
+        # Trained numbers get 8% smaller by zstd, one array on one core: four fifths of a save.
+        handler = ocp.PyTreeCheckpointHandler(
+            save_concurrent_gb=1 if on_cpu else 96, restore_concurrent_gb=96, use_compression=False
+        )
         check_folder(workdir)
         self._workdir, self._keep = workdir, keep
         self.best: Best | None = None  # a step that stays, in addition to the newest
@@ -142,7 +145,7 @@ class Checkpoints:
         self._warn_of_next(need)
         run = run | {CHECKSUMS: checksums(state)}
         run[DIGEST] = record_digest(run)
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(run))
         self._in_flight = True
         with self._writing():
             begun = self._manager.save(step, args=items)
@@ -198,7 +201,8 @@ class Checkpoints:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         abstract = jax.tree.map(place, shapes, shardings)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        placed = ocp.checkpoint_utils.construct_restore_args(abstract)
+        args = ocp.args.Composite(state=ocp.args.PyTreeRestore(item=abstract, restore_args=placed))
         with reading(step_folder(self._workdir, step), "state"):
             return self._manager.restore(step, args=args)["state"]
 
