@@ -38,7 +38,7 @@ from kdjax.data import teacher_cache
 from kdjax.errors import NOT_WRITTEN, UserError, WriteError, print_error, status_of
 from kdjax.export import export_gguf, export_hf
 from kdjax.formats.files import make_place, replacing, writing
-from kdjax.formats.locks import holding
+from kdjax.formats.locks import holding, holding_file
 from kdjax.training.hooks import Run, StepRecord
 from kdjax.training.inputs import prepare
 from kdjax.training.job import assemble
@@ -153,7 +153,33 @@ def test_a_place_is_tried_by_its_own_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with no_file_beyond(0), pytest.raises(WriteError, match=r"^out/a.json cannot be written: File"):
         make_place(Path("out/a.json"))
-    assert not list(Path("out").iterdir())
+    assert not Path("out").exists()
+
+
+def test_a_disk_that_is_full_keeps_no_folder_that_was_made_for_a_file(tmp_path):
+    (tmp_path / "kept").mkdir()
+
+    def place(path):
+        with no_file_beyond(0):
+            make_place(path)
+
+    def replace(path):
+        with no_file_beyond(1000), replacing(path) as file:
+            file.write(bytes(5000))
+
+    def hold_file(path):  # a command that fills the disk after it began
+        with holding_file(path, ""), no_file_beyond(1000), replacing(path) as file:
+            file.write(bytes(5000))
+
+    def hold(path):
+        with holding(path.parent, ""):
+            replace(path)
+
+    for write in (place, replace, hold_file, hold):
+        for folder in ("made/by/it", "kept", "kept/made"):
+            with pytest.raises(WriteError):
+                write(tmp_path / folder / "a.bin")
+            assert [path.name for path in tmp_path.rglob("*")] == ["kept"], write
 
 
 # --- a run --------------------------------------------------------------------------------------

@@ -1,14 +1,17 @@
 """Paths with every character that a file system takes: each command works, or refuses at once."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_tiny_config
-from test_run import command
+from test_run import REPOSITORY, command
 
 import kdjax
 from kdjax.commands import cli, parsing
@@ -81,6 +84,23 @@ def test_a_folder_that_cannot_hold_steps_is_refused_at_once(name, tiny_config, t
     (tmp_path / "run").rename(tmp_path / name)
     with pytest.raises(UserError, match=re.escape(said)):
         list(saved_params(tmp_path / name, 3))
+
+
+def test_a_name_that_the_locale_cannot_spell_is_told_of_the_locale():
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for name, said in (
+        (b"\xc3\xa9.gguf", "in a locale of ascii; expected one of UTF-8: set LC_ALL=C.UTF-8, or"),
+        (b"\xe9.gguf", "; expected UTF-8: rename the file or folder."),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "kdjax", "evaluate", name],
+            cwd=REPOSITORY,
+            env=os.environ | plain,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == BAD_INPUT and done.stderr.count("\n") == 1
+        assert said in done.stderr
 
 
 @pytest.mark.parametrize("name", [*NAMES, ALL])

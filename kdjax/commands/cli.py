@@ -61,13 +61,25 @@ def help_text() -> str:
     return _HELP.format(commands=commands, statuses=statuses)
 
 
+def _unspellable(argument: str) -> UserError:
+    """Makes the error for an argument with bytes that Python could not decode."""
+    try:
+        os.fsencode(argument).decode()
+    except UnicodeError:
+        return UserError(f"found {argument!r}; expected UTF-8: rename the file or folder.")
+    return UserError(
+        f"found {argument!r}, which is UTF-8, in a locale of {sys.getfilesystemencoding()}; "
+        "expected one of UTF-8: set LC_ALL=C.UTF-8, or PYTHONUTF8=1."
+    )
+
+
 @reporting
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that the first argument names; returns the exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     for argument in rest:
         if argument != argument.encode(errors="ignore").decode():  # no output could name it
-            raise UserError(f"found {argument!r}; expected UTF-8: rename the file or folder.")
+            raise _unspellable(argument)
     if name in COMMANDS:
         # NumPy and JAX print a Ctrl-C during their imports, and turn it into an ImportError.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))

@@ -26,7 +26,7 @@ from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation.heldout import read_text
 from kdjax.evaluation.target import open_target
 from kdjax.export.staging import check_sources, check_target
-from kdjax.formats.files import make_place
+from kdjax.formats.locks import holding_file
 from kdjax.models.importance import measure_importance
 from kdjax.progress import counted
 
@@ -64,16 +64,16 @@ def main(argv: list[str] | None = None) -> int:
     tokens = whole["tokens"][np.all(whole["segment_ids"] > 0, axis=1)]
     if not len(tokens):
         raise UserError(f"{args.data}: found no row of {args.seq_len} ids; lower --seq-len.")
-    make_place(args.out)
-    model = target.load(sharding.make_local_mesh(1))
+    with holding_file(args.out, "give another --out"):
+        model = target.load(sharding.make_local_mesh(1))
 
-    def batches() -> Iterator[np.ndarray]:
-        for start in counted(range(0, len(tokens), args.batch_size), "batches read"):
-            yield tokens[start : start + args.batch_size]
+        def batches() -> Iterator[np.ndarray]:
+            for start in counted(range(0, len(tokens), args.batch_size), "batches read"):
+                yield tokens[start : start + args.batch_size]
 
-    texts, size = [args.data], args.seq_len
-    matrices, count = measure_importance(
-        args.out, model, batches(), datasets=texts, chunk_size=size
-    )
+        texts, size = [args.data], args.seq_len
+        matrices, count = measure_importance(
+            args.out, model, batches(), datasets=texts, chunk_size=size
+        )
     print(f"{args.out}: {matrices} matrices, {count:,} positions")
     return FINISHED

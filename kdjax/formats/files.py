@@ -246,11 +246,30 @@ def make_place(path: Path) -> None:
     """Makes the folder of a file and tries to write there; to be called before long work.
 
     Raises `UserError` where a file cannot be (a folder is there), `WriteError` where it cannot be
-    written.
+    written; then it removes the folders that it made.
     """
-    _make_parent(path)
-    with writing(path), tempfile.TemporaryFile(dir=path.parent) as file:
-        file.write(b" ")
+    with contextlib.ExitStack() as made:
+        with writing(path):
+            check_file(path)
+        made.enter_context(making(path.parent))
+        with writing(path), tempfile.TemporaryFile(dir=path.parent) as file:
+            file.write(b" ")
+        made.pop_all()
+
+
+@contextlib.contextmanager
+def making(folder: Path) -> Iterator[None]:
+    """Makes the folder for the block; those made here that have no file at its end are removed.
+
+    Raises as `make_folder`.
+    """
+    above = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        make_folder(folder)
+        yield
+    finally:
+        if above:
+            remove_empty(above[-1])
 
 
 def make_folder(folder: Path, elsewhere: str = "") -> None:
@@ -278,12 +297,6 @@ def check_file(path: Path) -> None:
         raise UserError(f"{path} is {kind}; expected a file to write. Name another.")
 
 
-def _make_parent(path: Path) -> None:
-    """Makes the folder of `path`; raises `UserError` where `path` cannot be a file."""
-    check_file(path)
-    make_folder(path.parent)
-
-
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file next to `path` that replaces it once all of it is on the disk.
@@ -293,8 +306,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     disk or a folder that cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path):
-        _make_parent(path)
+    with writing(path), contextlib.ExitStack() as made:
+        check_file(path)
+        made.enter_context(making(path.parent))
         try:
             with temporary.open("w+b") as file:
                 yield file

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kdjax.errors import UserError
-from kdjax.formats.files import make_folder, make_place, remove_empty, remove_leftovers, writing
+from kdjax.formats.files import make_place, making, remove_leftovers, writing
 
 _log = logging.getLogger("kdjax")
 
@@ -47,16 +47,14 @@ def locking(path: Path, otherwise: str, what: Path | None = None) -> Iterator[bo
 def holding(folder: Path, otherwise: str) -> Iterator[None]:
     """Makes the folder, locks it for the block, and removes what killed processes left there.
 
-    A folder that was made here and has no file at the end is removed again.
+    Folders that were made here and have no file at the end are removed again.
 
     Raises `UserError` where a file has its name, `WriteError` where the disk refuses it, and
     `LockedError` as `locking` does.
     """
     with contextlib.ExitStack() as held:
-        if not folder.exists():
-            held.callback(remove_empty, folder)
         with writing(folder / LOCK):
-            make_folder(folder)
+            held.enter_context(making(folder))
             if held.enter_context(locking(folder / LOCK, otherwise)):
                 remove_leftovers(folder)
         yield
@@ -64,14 +62,16 @@ def holding(folder: Path, otherwise: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def holding_file(path: Path, otherwise: str) -> Iterator[None]:
-    """Makes the folder of a file that the block writes in parts, and locks the file.
+    """Makes the folder of a file, tries to write there, and locks the file for the block.
 
-    Raises `UserError` where `path` cannot be a file, `WriteError` where the disk refuses it, and
-    `LockedError` as `locking` does.
+    Folders that were made here and have no file at the end are removed again. Raises `UserError`
+    where `path` cannot be a file, `WriteError` where the disk refuses it, and `LockedError` as
+    `locking` does.
     """
-    make_place(path)
-    with locking(path.with_name(f".{path.name}{LOCK}"), otherwise, path):
-        yield
+    with making(path.parent):
+        make_place(path)
+        with locking(path.with_name(f".{path.name}{LOCK}"), otherwise, path):
+            yield
 
 
 def _try_lock(path: Path, otherwise: str, what: Path) -> tuple[int | None, bool]:
