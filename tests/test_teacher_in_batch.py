@@ -202,6 +202,23 @@ def test_impossible_teachers_are_refused(pair, on_device):
         step._outside.clear()
 
 
+@pytest.mark.parametrize("rest", cases("tail", slow=["absent", ""]))
+def test_positions_of_no_weight_may_hold_anything(pair, rest):
+    """Padding of -1, and NaN: figures and gradients are those without."""
+    teacher, student = pair
+    batch = text() | (likeliest(said(teacher)) if rest else {"teacher_log_probs": said(teacher)})
+    kind = kdjax.TeacherInBatch(rest=rest)
+    step = kdjax.make_step(student, None, kdjax.KDLoss(), optax.sgd(0.1), kind=kind)
+    found = []
+    for ids, log_probs in ((None, None), (-1, np.nan), (10**6, np.inf)):
+        odd = {name: x.copy() for name, x in batch.items() if name.startswith("teacher_")}
+        for name, x in odd.items() if ids else ():
+            x[batch["weights"] == 0] = ids if name == "teacher_ids" else log_probs
+        state, metrics = step(step.init(student.params), None, batch | odd)
+        found.append(metrics.means() | step.evaluate(state, None, [batch | odd]))
+    assert np.isfinite(list(found[0].values())).all() and found[1] == found[2] == found[0]
+
+
 @pytest.mark.parametrize("value", [0.1, -np.inf])
 def test_all_ids_that_add_up_to_more_than_1_or_to_nothing_are_refused(pair, value):
     teacher, student = pair

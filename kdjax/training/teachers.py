@@ -376,7 +376,12 @@ class TeacherInBatch(TeacherKind):
     def read_outputs(self, teacher: RunningTeacher, batch: Batch) -> tuple[Any, ...]:
         if not self.rest:
             return batch["teacher_log_probs"], Given()
-        columns = (batch[name] for name in ("teacher_ids", "teacher_top_log_probs", "labels"))
+        ids, log_probs = batch["teacher_ids"], batch["teacher_top_log_probs"]
+        # Ids that no head has, and NaN, would make the gradient NaN where they weigh 0.
+        read = (batch["weights"] != 0)[..., None]
+        ids = jnp.where(read, ids, jnp.arange(ids.shape[-1], dtype=ids.dtype))
+        log_probs = jnp.where(read, log_probs, -math.log(ids.shape[-1]))
+        columns = ids, log_probs, batch["labels"]
         return (TopTeacher.from_log_probs(*columns, tail=self.rest == "tail"),)
 
     def check_columns(self, batch: dict[str, Any], placed: Batch, head: HeadSpec) -> Array | None:
