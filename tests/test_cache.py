@@ -23,6 +23,7 @@ from kdjax.errors import UserError
 from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.locks import LockedError
+from kdjax.training import caching
 from kdjax.training.caching import cache_teacher
 from kdjax.training.job import assemble
 from kdjax.training.teachers import CachedHidden, CachedTopK
@@ -330,6 +331,18 @@ def test_ids_that_hold_little_of_the_probability_are_named(run, kind, k, little)
     assert ("of the teacher's probability" in log) is little, log
     if little:
         assert float(re.search(r"8 ids hold ([\d.]+)%", log)[1]) < 20  # of 305, nearly even
+
+
+@pytest.mark.parametrize(
+    ("temperature", "remedy"), [(1.0, "a larger --k"), (4.0, "--config.loss.temperature=1")]
+)
+def test_few_ids_are_warned_of_with_what_helps(temperature, remedy, caplog):
+    """Not with the temperature that the run has."""
+    odds = np.full((2, 3), 2.0)  # of the tail: 0.88
+    caching._warn_of_tail(odds, dataclasses.replace(SPEC, temperature=temperature))
+    (record,) = caplog.records
+    assert "hold 11.9%" in record.getMessage()
+    assert record.getMessage().endswith(f"Take {remedy} or --kind=hidden.")
 
 
 @pytest.mark.parametrize("kind", cases("topk", slow=["hidden"]))

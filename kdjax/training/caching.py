@@ -193,11 +193,11 @@ def _warn_of_tail(log_odds: np.ndarray, spec: CacheSpec) -> None:
     if tail > 0.5:
         _log.warning(
             "at loss.temperature=%g the %d ids hold %.1f%% of the teacher's probability: training "
-            "from them learns little of the rest. Take --config.loss.temperature=1 or "
-            "--kind=hidden.",
+            "from them learns little of the rest. Take %s or --kind=hidden.",
             spec.temperature,
             spec.k,
             100 * (1 - tail),
+            "a larger --k" if spec.temperature == 1 else "--config.loss.temperature=1",
         )
 
 
