@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import re
@@ -170,6 +171,48 @@ def test_a_shard_that_is_not_as_written_is_refused(tmp_path, small_shards, how):
     says = {"altered": "SHA-256", "truncated": "bytes, expected", "missing": "is missing"}
     with pytest.raises(UserError, match=rf"shard-00001.bin .*{says[how]}"):
         teacher_cache.open_cache(tmp_path, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        ("about k", 0),
+        ("about k", -1),
+        ("about temperature", None),
+        ("about temperature", np.nan),
+        ("about positions", 10**30),
+        ("about positions", 0),
+        ("about sides", [10**13, 4]),
+        ("about sides", [6, "4"]),
+        ("about vocabulary", [True, 46]),
+        ("complete", None),
+        ("shards", []),
+        ("shards shard-00000.bin rows", []),
+        ("shards shard-00000.bin rows", [[0, 10**13]]),
+        ("shards shard-00000.bin rows", [[9, 10]]),
+        ("shards shard-00000.bin rows", [[-1, 1]]),
+        ("shards shard-00000.bin rows", [[1, 0]]),
+        ("shards shard-00000.bin rows", [[0.0, 1.0]]),
+        ("shards shard-00000.bin sha256", None),
+    ],
+)
+def test_a_damaged_index_is_refused(tmp_path, small_shards, at, value):
+    """By reader and writer, before they ask for memory of a size that it says."""
+    some = np.asarray([1, 2, 4]) if "bin" in at else None  # only then are rows listed
+    teacher_cache.write(tmp_path, SPEC, produce, some)
+    path = tmp_path / teacher_cache.INDEX
+    index = place = json.loads(path.read_text())
+    *above, last = at.split()
+    for name in above:
+        place = place[name]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    path.write_text(json.dumps(index))
+    for use in (teacher_cache.open_cache, functools.partial(teacher_cache.write, produce=produce)):
+        with pytest.raises(UserError, match=r"found no index of a cached|sides: the cache has"):
+            use(tmp_path, SPEC)
 
 
 @pytest.mark.parametrize(

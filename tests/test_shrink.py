@@ -320,6 +320,10 @@ def test_costs_are_kept_and_go_on(model, batches, costs, tmp_path, monkeypatch):
     assert done.count(2) == total - sum(map(len, known.values()))
     with pytest.raises(UserError, match=r"found costs of model 'aa', now 'bb'"):
         CostFile(file.path, {"model": "bb"}).read()
+    for cost in (-1e-9, np.nan, np.inf, True):
+        file.write(known | {"damaged": {"Q8_0": cost}})
+        with pytest.raises(UserError, match=f"found a cost of {cost} for damaged in Q8_0"):
+            file.read()
 
 
 def test_the_chosen_types_lose_less_than_the_recipe_at_its_bytes(model, batches, costs):
@@ -468,7 +472,20 @@ def test_files_that_are_no_start_are_refused(tmp_path):
         for read in check_start, read_masters, read_scales:
             with pytest.raises(UserError, match=r"^.*npz: found what cannot be read \(.*shrink.$"):
                 read(tmp_path / f"{number}.npz")
-    file.write_bytes(file.read_bytes().replace(one["norm"].tobytes(), bytes(16), 1))
+    whole = file.read_bytes()
+    directory = whole.index(b"PK\1\2")
+    for at, value in (
+        (directory + 6, 173),  # a later version of zip
+        (directory + 8, 1 << 6),  # encrypted
+        (directory + 45, 255),  # an array that begins before the file
+        (whole.index(b"PK\5\6") + 15, 255),  # so does the directory
+    ):
+        data = bytearray(whole)
+        data[at] = value
+        file.write_bytes(data)
+        with pytest.raises(UserError, match=r"found what cannot be read \(.*shrink.$"):
+            read_masters(file)
+    file.write_bytes(whole.replace(one["norm"].tobytes(), bytes(16), 1))
     with pytest.raises(UserError, match=r"found what cannot be read \(Bad CRC-32"):
         read_masters(file)
 

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -116,7 +117,7 @@ def read_index(folder: Path) -> tuple[CacheSpec, dict[str, Any]]:
             fields["weights"] = name_numbers(read_weights(compute))
         refuse_removed_weights(fields["weights"])
         spec = CacheSpec(**fields)
-        _list_shards(spec, index)  # raises KeyError without a list
+        _check_index(spec, index)
         return spec, index
     except FileNotFoundError:
         raise MissingFileError(
@@ -125,11 +126,36 @@ def read_index(folder: Path) -> tuple[CacheSpec, dict[str, Any]]:
         ) from None
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as error:
         raise UserError(
             f"{path}: found no index of a cached teacher ({type(error).__name__}: {error}); "
             "expected what `kdjax cache` writes. Delete the folder and make it again."
         ) from error
+
+
+def _check_index(spec: CacheSpec, index: Mapping[str, Any]) -> None:
+    """Checks an index before its rows are listed, which a damaged one could make too many.
+
+    Raises `ValueError`, `KeyError` or `TypeError`.
+    """
+    counts = (spec.k, spec.positions, spec.width, *spec.vocabulary, *spec.sides)
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"counts of {', '.join(map(str, counts))}")
+    if (spec.kind == "hidden") == bool(spec.k):
+        raise ValueError(f"{spec.k} ids of kind {spec.kind}")
+    heat = spec.temperature
+    if spec.k if heat is None else not 0 < heat < math.inf:
+        raise ValueError(f"a temperature of {heat}")
+    if not spec.record.itemsize:
+        raise ValueError("records of no bytes")
+    if index["format"] == FORMAT:
+        index["complete"], index["shards"].items()
+        return
+    for name, entry in index["shards"].items():
+        sha256, total, runs = entry["sha256"], sum(spec.sides), entry["rows"]
+        for first, last in runs or [(0, -1)]:
+            if not (type(first) is type(last) is int and 0 <= first <= last < total):
+                raise ValueError(f"rows {runs} in {name} of SHA-256 {sha256}")
 
 
 def _shard_name(number: int) -> str:

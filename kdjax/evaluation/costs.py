@@ -312,19 +312,11 @@ def read_costs(path: Path) -> dict[str, dict[str, float]]:
 
     Raises `UserError` for a file of another form.
     """
-    _, costs = _load(path)
-    for name, row in costs.items():
-        for dtype, cost in row.items():
-            if dtype not in ENCODED or not 0 <= cost < math.inf:
-                raise UserError(
-                    f"{path}: found a cost of {cost} for {name} in {dtype}; expected numbers from "
-                    f"0 on, of types among {', '.join(ENCODED)}. Leave others out."
-                )
-    return costs
+    return _load(path)[1]
 
 
 def _load(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """A file's values, and the costs among them."""
+    """A file's values, and the costs among them; raises `UserError` for another form."""
     remedy = "Name another, or remove it."
     found = load_json(path, "a file of costs", remedy=remedy)
     costs: Any = found.get("costs")
@@ -337,6 +329,13 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
             f"{path}: found no costs of format {FORMAT}; expected a file of `kdjax shrink`. "
             f"{remedy}"
         )
+    for name, row in costs.items():
+        for dtype, cost in row.items():
+            if dtype not in ENCODED or isinstance(cost, bool) or not 0 <= cost < math.inf:
+                raise UserError(
+                    f"{path}: found a cost of {cost} for {name} in {dtype}; expected numbers from "
+                    f"0 on, of types among {', '.join(ENCODED)}. Leave others out."
+                )
     return found, costs
 
 

@@ -5,10 +5,11 @@ Arrays are named `masters PATH` and `scales PATH TYPE NUMBER`, paths as Flax has
 
 import contextlib
 import os
-import zipfile
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from flax.traverse_util import flatten_dict
@@ -17,6 +18,8 @@ from kdjax.formats.files import bad, hash_given, open_given, replacing
 
 _EXPECTED = "masters and scales of kdjax shrink"
 _MASTERS, _SCALES = "masters", "scales"
+# Errors of NumPy and zipfile; a RuntimeError says "encrypted", or a newer version.
+_DAMAGE = (ValueError, TypeError, EOFError, OSError, RuntimeError, struct.error, BadZipFile)
 
 Where = tuple[str, ...]  # the path of a parameter; of scales the type follows it
 
@@ -70,6 +73,6 @@ def _open(path: str | os.PathLike[str]) -> Iterator[Any]:
         try:
             with np.load(file, allow_pickle=False) as arrays:
                 yield arrays
-        except (ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+        except _DAMAGE as error:
             found, remedy = f"what cannot be read ({error})", "Make it anew: kdjax shrink."
             raise bad(Path(path), found, _EXPECTED, remedy) from error
