@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import logging
@@ -20,7 +21,7 @@ from test_run import Recorder, go
 
 from kdjax.data import pipeline, teacher_cache
 from kdjax.data.rows import COLUMNS, Rows
-from kdjax.errors import UserError
+from kdjax.errors import MissingFileError, UserError
 from kdjax.formats import open_table
 from kdjax.formats.gguf import write_gguf
 from kdjax.formats.locks import LockedError
@@ -256,6 +257,20 @@ def test_a_cache_of_an_earlier_version_is_read_and_mended(tmp_path, small_shards
     del index["shards"]
     path.write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"found no index of a cached teacher \(KeyError: 'shards'"):
+        teacher_cache.read_index(tmp_path)
+
+
+def test_a_cache_that_cannot_be_read_is_not_to_be_deleted(tmp_path, monkeypatch):
+    """Neither a model's file in its place, nor a folder of somebody else."""
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(MissingFileError, match=r"model.gguf/index.json: found no such file"):
+        teacher_cache.read_index(tmp_path / "model.gguf")
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(PermissionError):
         teacher_cache.read_index(tmp_path)
 
 

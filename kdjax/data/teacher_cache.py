@@ -119,14 +119,14 @@ def read_index(folder: Path) -> tuple[CacheSpec, dict[str, Any]]:
         spec = CacheSpec(**fields)
         _check_index(spec, index)
         return spec, index
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise MissingFileError(
             f"{path}: found no such file; expected a cached teacher.{suggest_path(path)} Make it: "
             f"`{_MAKE.format(folder)}`"
         ) from None
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(
             f"{path}: found no index of a cached teacher ({type(error).__name__}: {error}); "
             "expected what `kdjax cache` writes. Delete the folder and make it again."
