@@ -99,6 +99,24 @@ def test_likeliest_ids_of_two_are_the_weighted_sum_and_one_of_them_is_itself(mod
     assert_same_step(take(student, None, columns(5, only), loss, kind=kind), want, student)
 
 
+@pytest.mark.slow
+def test_weights_of_teachers_are_not_read_where_nothing_trains(models):
+    """Shares of NaN, as 0 / 0 makes them of padding."""
+    teacher, _, student = trio(models, "teacher", 1.3)
+    batch = text() | {
+        name.replace("teacher_", f"teacher_{n}_", 1): column
+        for n in range(2)
+        for name, column in likeliest(said(teacher)).items()
+    }
+    kind = kdjax.Teachers((kdjax.TeacherInBatch("tail"),) * 2)
+    shares = np.full((ROWS, LENGTH, 2), 0.5, np.float32)
+    want = take(student, None, batch | {"teacher_weights": shares.copy()}, kind=kind)
+    shares[batch["weights"] == 0] = np.nan
+    got = take(student, None, batch | {"teacher_weights": shares}, kind=kind)
+    assert np.isfinite(list(want[0].values())).all()
+    assert_same_step(got, want, student)
+
+
 def test_weights_and_teachers_that_cannot_be_are_refused(models):
     *teachers, student = trio(models, "teacher", 1.3)
     make = functools.partial(

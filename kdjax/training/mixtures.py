@@ -200,7 +200,8 @@ class Teachers(TeacherKind):
         student, spec = others
         sums = []
         for number, part in enumerate(self._parts(teacher, batch)):
-            weighed = part.batch | {"weights": batch["weights"] * shares[..., number]}
+            weights = jnp.where(batch["weights"] != 0, batch["weights"] * shares[..., number], 0)
+            weighed = part.batch | {"weights": weights}
             sums.append(getattr(part.kind, method)(student, part.running, weighed, spec))
         return functools.reduce(lambda a, b: jax.tree.map(operator.add, a, b), sums)
 
