@@ -149,7 +149,8 @@ def _check_index(spec: CacheSpec, index: Mapping[str, Any]) -> None:
     if not spec.record.itemsize:
         raise ValueError("records of no bytes")
     if index["format"] == FORMAT:
-        index["complete"], index["shards"].items()
+        if not isinstance(index["shards"], dict) or "complete" not in index:
+            raise ValueError("no list of shards")
         return
     for name, entry in index["shards"].items():
         sha256, total, runs = entry["sha256"], sum(spec.sides), entry["rows"]
