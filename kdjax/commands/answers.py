@@ -119,8 +119,8 @@ def _answer_prompts(
     most = target.checkpoint.spec.max_positions - args.max_tokens
     fields = Fields.parse(args.fields)
     check_sources(args.out, find_files(args.prompts, fields))
+    out = Path(os.path.realpath(args.out))
     for folder in map(Path, split_sources(args.prompts)[0]):
-        out = Path(os.path.realpath(args.out))
         if folder.is_dir() and out.is_relative_to(folder.resolve()):
             raise UserError(
                 f"{args.out} is within {folder}, whose files are prompts, and so would the answers "

@@ -177,7 +177,7 @@ def _compile_all(
 ) -> dict[Any, Callable[..., tuple[Array, Scales, Array]]]:
     """Compiles `round_matrix` for each shape of matrices and type, at once.
 
-    One after the other, which is when they are first called, took 66 s on an H200.
+    On an H200 one after the other took 66 s; at once, and for four models at once, 114.
     """
     lowered = {}
     for path, kinds in types.items():
