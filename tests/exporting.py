@@ -12,6 +12,7 @@ import pytest
 
 import kdjax
 from kdjax.formats import open_table
+from kdjax.formats.blocks import BLOCKS
 from kdjax.formats.gguf import write_gguf
 from scripts.bench.synthetic import byte_alphabet
 
@@ -161,3 +162,19 @@ def open_by_llama_cpp(paths):
     found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "FOUND"]
     assert len(found) == len(paths), (found, done.stderr[-2000:])
     return found
+
+
+def write_odd(source, path, spoilt, number=np.nan):
+    """A copy of a GGUF file whose tensor `spoilt` holds this number in one block of its rows."""
+    table, rows = open_table(source), []
+    for name in table:
+        info, raw = table.info(name), np.array(table.raw(name))
+        if name == spoilt:
+            # The word of a factor: the first of Q4_K's fields, the last of Q6_K's.
+            first, size = (0, 4) if info.dtype == "F32" else (0, 2)
+            first = BLOCKS[info.dtype].nbytes - 2 if info.dtype == "Q6_K" else first
+            word = np.array([number], f"<f{size}").view(np.uint8)
+            raw.reshape(-1, raw.shape[-1])[-1, first : first + size] = word
+        rows.append((name, info.dtype, info.shape, raw))
+    write_gguf(path, table.metadata, rows)
+    return path

@@ -127,6 +127,22 @@ def check_on_arbitrary_bytes(dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", BLOCKS)
+def test_blocks_of_odd_numbers_are_known_by_their_factors(dtype, rng):
+    """None is missed of arbitrary bytes, and none is named of a file's."""
+
+    def look(raw):
+        rows = raw.reshape(-1, BLOCKS[dtype].nbytes)
+        odd = ~np.isfinite(DECODE(rows, dtype)).all(axis=-1)
+        found = np.asarray(BLOCKS[dtype].may_be_odd(*split(rows, dtype))).reshape(-1)
+        return odd, np.broadcast_to(found, odd.shape)
+
+    odd, found = look(arbitrary_rows(rng, dtype, 300))
+    assert (found | ~odd).all() and odd.any() == (dtype != "NVFP4")
+    for scale in (0.02, 60.0):
+        assert not np.any(look(random_blocks(rng, dtype, 768, scale)))
+
+
+@pytest.mark.parametrize("dtype", BLOCKS)
 def test_decode_keeps_leading_axes_and_casts_last(dtype, rng):
     raw = random_blocks(rng, dtype, 6 * 256 // BLOCKS[dtype].elements, 1.0).reshape(2, 3, -1)
     got, exact = DECODE(jnp.asarray(raw), dtype, jnp.bfloat16), DECODE(raw, dtype, jnp.float32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exporting import needs_llama_cpp, write_small_tokenizer
+from exporting import needs_llama_cpp, write_odd, write_small_tokenizer
 from flax.traverse_util import flatten_dict, unflatten_dict
 from scipy.special import log_softmax, softmax
 from test_families import wide
@@ -600,6 +600,9 @@ def test_files_keep_the_head(model, head, tmp_path):
     half = load_head(tmp_path / "half.gguf", model)
     found = half.params["dspark"]["fc"]["weight"]
     np.testing.assert_array_equal(found, head.params["dspark"]["fc"]["weight"].astype("float16"))
+    odd = write_odd(tmp_path / "half.gguf", tmp_path / "odd.gguf", "fc.weight")
+    with pytest.raises(UserError, match=r"odd.gguf: found numbers in fc.weight that are not finit"):
+        load_head(odd, model)
 
 
 def test_a_heads_parameters_have_names_next_to_the_models(model, head):

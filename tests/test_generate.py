@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from exporting import write_odd
 from quick import cases
 from toy_teacher import next_id_teacher
 
+from kdjax.commands import answers
 from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
 from kdjax.demo import STUDENT, TEACHER
@@ -548,6 +550,37 @@ def test_the_command(models, monkeypatch, capsys):
     ):
         assert command.main([*arguments, *flags]) == 2
         assert f"error: --draft-tokens{found}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("form", "spoilt", "number"),
+    [
+        ("packed", "blk.1.ffn_up.weight", np.nan),
+        ("packed:float32", "token_embd.weight", np.inf),
+        ("packed", "blk.0.attn_norm.weight", -np.inf),
+        ("dense", "blk.1.ffn_down.weight", np.nan),
+        ("float8", "blk.0.attn_q.weight", np.nan),
+    ],
+)
+def test_a_model_of_odd_numbers_writes_nothing(
+    form, spoilt, number, models, tmp_path, monkeypatch, capsys
+):
+    """It wrote exclamation marks, the token of id 0, and ended well."""
+    monkeypatch.setattr("kdjax.device.cluster.started", lambda *_, **_s: contextlib.nullcontext())
+    monkeypatch.setattr(decoding, "write_answers", lambda *_, **_s: pytest.fail("wrote"))
+    odd = write_odd(models / "teacher.gguf", tmp_path / "odd.gguf", spoilt, number)
+    (tmp_path / "q.jsonl").write_text('{"text": "def f(x):"}\n')
+    prompts = [f"--prompts={tmp_path}/q.jsonl", f"--out={tmp_path}/new/a.jsonl", "--max-tokens=4"]
+    for main, model, *flags in (
+        (command.main, f"{odd}@{form}", "--prompt=x"),
+        (command.main, f"{models}/teacher.gguf", "--prompt=x", f"--draft={odd}@{form}"),
+        (answers.main, f"{odd}@{form}", *prompts),
+    ):
+        assert main([model, *flags]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("error: odd.gguf: found ")
+        assert f" in {spoilt} that are not finite; expected none" in last
+    assert not (tmp_path / "new").exists()
 
 
 def test_processes_agree_on_whether_the_layers_fit_a_second_time(models, monkeypatch):

@@ -43,10 +43,12 @@ from kdjax.evaluation.answers import VerifiedAnswers, WrittenAnswers, group, lis
 from kdjax.evaluation.passk import Settings, answer_with, check_asked
 from kdjax.evaluation.target import Target, open_target
 from kdjax.export.staging import check_sources
+from kdjax.export.weights import check_finite
 from kdjax.formats.files import check_file
 from kdjax.formats.locks import holding_file
 from kdjax.models.checkpoint import ModelArgument
 from kdjax.models.decoding import Sampling, find_room
+from kdjax.models.model import Model
 
 _log = logging.getLogger("kdjax")
 
@@ -112,6 +114,13 @@ def _tell(args: argparse.Namespace, target: Target, asked: Iterable[str], *more:
     return said | model | {"--prompts" if args.prompts else "--exercises": digest.hexdigest()}
 
 
+def _load(target: Target) -> Model:
+    """Loads the model; raises `UserError` for numbers that are not finite."""
+    model = target.load(sharding.make_local_mesh())
+    check_finite(model)
+    return model
+
+
 def _answer_prompts(
     args: argparse.Namespace, target: Target, sampling: Sampling, until: float
 ) -> str:
@@ -134,7 +143,7 @@ def _answer_prompts(
         prompts = prompts[: args.limit or None]
         if answers.asked:
             _log.info("goes on: %s", answers.describe(len(prompts)))
-        model = target.load(sharding.make_local_mesh())
+        model = _load(target)
         room = find_room([len(prompt.ids) for prompt in prompts], args.max_tokens)
         sampling = dataclasses.replace(sampling, stop_ids=tokenizer.stop_ids)
         for part in group(prompts[answers.asked :], args.batch_size, args.samples):
@@ -184,7 +193,7 @@ def _answer_exercises(
         )
         if answers.tried:
             _log.info("goes on: %s", answers.describe())
-        model = target.load(sharding.make_local_mesh())
+        model = _load(target)
         positions = find_room([length for length in lengths if length <= room], args.max_tokens)
         generate = answer_with(model, tokenizer, sampling, settings, positions)
         for part in group(fit, args.batch_size, args.samples):

