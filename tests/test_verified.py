@@ -136,8 +136,9 @@ def test_the_command(models, tmp_path, monkeypatch, capsys):
     said = "3 exercises tried, 2 solved; 3 of 6 answers passed, 2 different kept; 3 exception"
     assert said in capsys.readouterr().out
     assert len(out.read_text().splitlines()) == 2
-    monkeypatch.setattr(kdjax.Model, "generate", None)  # asked for nothing again
+    monkeypatch.setattr(command.Target, "load", None)  # needed for nothing again
     assert command.main([*flags, "--batch-size=6"]) == 0
+    assert capsys.readouterr().out == f"{out}: {said}; nothing is left to write\n"
     assert command.main([*flags, "--batch-size=8"]) == 2
     assert "made with other --batch-size" in capsys.readouterr().err
     assert command.main([*flags, "--batch-size=6", "--limit=1"]) == 2
@@ -294,7 +295,7 @@ def test_two_calls_do_not_write_into_one_file(models, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_answers_prompts(models, tmp_path, capsys):
+def test_the_command_answers_prompts(models, tmp_path, capsys, monkeypatch):
     texts = [{"text": f"def f{i}(x):\n    return x + {i}\n"} for i in range(9)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(x) + "\n" for x in texts))
     out = tmp_path / "out.jsonl"
@@ -304,6 +305,11 @@ def test_the_command_answers_prompts(models, tmp_path, capsys):
     assert "8 of 8 prompts answered, 8 answers kept" in capsys.readouterr().out
     assert len(out.read_text().splitlines()) == 8
     first = out.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(command.Target, "load", lambda *_: pytest.fail("loaded"))
+        assert command.main([*flags, *more, "--limit=8"]) == 0
+    said = capsys.readouterr()
+    assert said.out.endswith(" 8 answers kept; nothing is left to write\n") and not said.err
     assert command.main([*flags, *more, "--batch-size=3"]) == 0  # which decides nothing
     assert "9 of 9 prompts answered, 9 answers kept" in capsys.readouterr().out
     assert out.read_text().startswith(first) and len(out.read_text()) > len(first)

@@ -54,6 +54,7 @@ _log = logging.getLogger("kdjax")
 
 # Defaults of --samples, --temperature and --top-p; prompts draw from the model's distribution.
 _DEFAULTS = {"prompts": (1, 1.0, 1.0), "exercises": (4, 0.8, 0.95)}
+_NOTHING_LEFT = "; nothing is left to write"
 _OF_EXERCISES, _OF_PROMPTS = ("wording", "timeout", "allow_unsandboxed"), ("ended",)
 
 
@@ -141,12 +142,15 @@ def _answer_prompts(
     with holding_file(args.out, "give another --out"):
         answers = WrittenAnswers(args.out, made_by, samples=args.samples, ended=args.ended)
         prompts = prompts[: args.limit or None]
+        parts = group(prompts[answers.asked :], args.batch_size, args.samples)
+        if not parts:
+            return answers.describe(len(prompts)) + _NOTHING_LEFT
         if answers.asked:
             _log.info("goes on: %s", answers.describe(len(prompts)))
         model = _load(target)
         room = find_room([len(prompt.ids) for prompt in prompts], args.max_tokens)
         sampling = dataclasses.replace(sampling, stop_ids=tokenizer.stop_ids)
-        for part in group(prompts[answers.asked :], args.batch_size, args.samples):
+        for part in parts:
             if time.monotonic() > until:
                 break
             answers.write(part, model, sampling, batch_size=args.batch_size, room=room)
@@ -183,6 +187,8 @@ def _answer_exercises(
     made_by = _tell(args, target, asked, "wording", "batch_size", "limit")
     with holding_file(args.out, "give another --out"):
         answers = VerifiedAnswers(args.out, made_by)
+        if all(one.task in answers.tried for one in fit):
+            return answers.describe() + _NOTHING_LEFT
         settings = Settings(
             wording=args.wording,
             samples=args.samples,
