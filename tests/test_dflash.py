@@ -228,10 +228,11 @@ def test_files_keep_the_head(model, head, tmp_path):
         ("attention.sliding_window", 512, "a head with a sliding window; expected a DSpark or DFl"),
         ("rope.scaling.type", "yarn", "a head with dflash.rope.scaling.type=yarn; expected none"),
         (SECTIONS, [11, 11, 10], rf"dflash.{SECTIONS}=\[11, 11, 10\]; expected none but the fi"),
+        ("logit_scale", 0.5, r"dflash.logit_scale=0.5: expected 1.0"),
         ("block_size", 1, "dflash.block_size=1; expected at least 2, for 1 draft a pass"),
     ):
         write_gguf(tmp_path / "odd.gguf", fewer | {f"dflash.{key}": value}, rows)
-        with pytest.raises(UserError, match=f"found {wrong}"):
+        with pytest.raises(UserError, match=wrong):
             load_head(tmp_path / "odd.gguf", model)
     del fewer[MASK]
     write_gguf(tmp_path / "mask.gguf", fewer, rows)

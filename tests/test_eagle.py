@@ -315,9 +315,17 @@ def test_files_keep_the_head(model, head, tmp_path):
     stored = np.frombuffer(table.raw("blk.0.attn_k.weight"), np.float32).reshape(rows.shape)
     np.testing.assert_array_equal(stored[:, ::2], rows[:, : rows.shape[1] // 2])
     rest = [(n, table.info(n).dtype, table.info(n).shape, table.raw(n)) for n in table]
-    write_gguf(tmp_path / "odd.gguf", {**values, "eagle3.norm_before_residual": True}, rest)
-    with pytest.raises(UserError, match="found a head with norm_before_residual; expected an EAGL"):
-        load_head(tmp_path / "odd.gguf", model)
+    extra = "blk.0.attn_q.bias", "F32", (128,), np.zeros(512, np.uint8)
+    for key, value, others, wrong in (
+        ("norm_before_residual", True, (), "with norm_before_residual; expected an EAGLE-3 head "),
+        ("attention.sliding_window", 512, (), "with a sliding window; expected an EAGLE-3 head wi"),
+        ("rope.scaling.factor", 8.0, (), "not compute:\n  eagle3.rope.scaling.factor=8.0: unknown"),
+        ("rope.dimension_count", 8, (), r"eagle3.rope.dimension_count=8: expected 32"),
+        ("attention.sliding_window", 0, (extra,), "found a tensor blk.0.attn_q.bias; expected a h"),
+    ):
+        write_gguf(tmp_path / "odd.gguf", {**values, f"eagle3.{key}": value}, [*rest, *others])
+        with pytest.raises(UserError, match=wrong):
+            load_head(tmp_path / "odd.gguf", model)
 
 
 def test_files_with_an_unembedding_of_all_ids_are_read(model, head, tmp_path):

@@ -132,7 +132,8 @@ def change(folder, name, value):
     file = folder / "config.json"
     config = json.loads(file.read_text())
     layers = config["transformer_layer_config"]
-    place = layers if name in layers else config
+    place = layers if name in layers or name.startswith("layers.") else config
+    name = name.removeprefix("layers.")
     place.pop(name, None)
     if value is not None:
         place[name] = value
@@ -216,6 +217,9 @@ def test_generate_drafts_with_a_folder(path, model, head, tmp_path, capsys):
     assert said[0].out == said[1].out and "accepted" in said[1].err + said[1].out
 
 
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -225,6 +229,14 @@ def test_generate_drafts_with_a_folder(path, model, head, tmp_path, capsys):
         ("layer_types", ["sliding_attention"], "found layer_types='sliding_attention'; expected"),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, "found rope_type='yarn'; ex"),
         ("attention_bias", True, "found attention_bias=True; expected False"),
+        (
+            "layers.use_sliding_window",
+            True,
+            "not compute:\n  use_sliding_window=True: expected Fal",
+        ),
+        ("layers.mlp_bias", True, "not compute:\n  mlp_bias=True: expected False"),
+        ("layers.final_logit_softcapping", 30.0, "final_logit_softcapping=30.0: expected None"),
+        ("rope_parameters", PARTIAL, "rotary partial_rotary_factor=0.25: expected 1.0"),
         ("mask_token_id", None, "found mask_token_id=None; expected a number"),
         ("head_dim", "32", "found head_dim='32'; expected a number"),
         ("aux_hidden_state_layer_ids", None, "found aux_hidden_state_layer_ids=None; expected num"),
@@ -238,6 +250,20 @@ def test_entries_that_kdjax_does_not_compute_are_refused(model, tmp_path, name, 
     change(folder, name, value)
     with pytest.raises(UserError, match=message):
         kdjax.load_head(folder, model)
+
+
+def test_a_window_is_refused_unless_no_layer_has_it(model, tmp_path):
+    """speculators writes the size of the window of a head whose layers all see the full text."""
+    head = add_output(kdjax.make_eagle(model))
+    folder = write_folder(tmp_path / "head", model, head)
+    change(folder, "layers.sliding_window", 512)
+    with pytest.raises(UserError, match="found sliding_window=512; expected None, of a head that"):
+        kdjax.load_head(folder, model)
+    change(folder, "layers.layer_types", ["full_attention"])
+    change(folder, "layers.use_sliding_window", False)
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+    change(folder, "rope_parameters", sections)  # of a target whose positions have three axes
+    assert kdjax.load_head(folder, model).functions.shape.taps == head.functions.shape.taps
 
 
 def test_parts_that_kdjax_does_not_compute_are_refused(model, tmp_path):

@@ -9,7 +9,14 @@ from kdjax.errors import UserError
 from kdjax.formats.table import TensorTable
 from kdjax.models.arch import ArchSpec
 from kdjax.models.dspark import HEAD, DSparkFunctions, DSparkShape, HeadSizes, follow_sections
-from kdjax.models.head_format import Getter, HeadFormat, list_sizes, read_layers, read_taps
+from kdjax.models.head_format import (
+    Getter,
+    HeadFormat,
+    check_rest,
+    list_sizes,
+    read_layers,
+    read_taps,
+)
 
 ARCHITECTURE = "dflash"  # `general.architecture`
 MASK = "tokenizer.ggml.mask_token_id"
@@ -36,6 +43,7 @@ _OTHER_KEYS = {
     "attention.sliding_window": "a sliding window",
     "attention.causal": "causal attention within a block",
 }
+_OWN_KEYS = "block_size", "sample_from_anchor", "has_confidence_head", "target_hidden_size"
 
 
 def list_entries(shape: DSparkShape) -> dict[str, Any]:
@@ -76,6 +84,7 @@ def read_shape(table: TensorTable, target: ArchSpec) -> DSparkShape:
     confident = rank > 0 and "conf_proj.weight" in table
     anchored = not rank or bool(get("sample_from_anchor", True))
     shape = DSparkShape(spec, taps, 0, rank, int(table.metadata[MASK]), confident, anchored)
+    check_rest(get, shape, *_OTHER_KEYS, *_OWN_KEYS, SECTIONS)
     if (block := int(get("block_size"))) <= shape.lead:
         raise UserError(
             f"{source}: found {ARCHITECTURE}.block_size={block}; expected at least "

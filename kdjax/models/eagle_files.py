@@ -8,7 +8,14 @@ from kdjax.errors import UserError
 from kdjax.formats.table import TensorTable
 from kdjax.models.arch import ArchSpec
 from kdjax.models.eagle import PART, TAPS, EagleFunctions, EagleShape, EagleSizes
-from kdjax.models.head_format import Getter, HeadFormat, list_sizes, read_layers, read_taps
+from kdjax.models.head_format import (
+    Getter,
+    HeadFormat,
+    check_rest,
+    list_sizes,
+    read_layers,
+    read_taps,
+)
 
 ARCHITECTURE = "eagle3"  # `general.architecture`
 _OWN = {
@@ -24,6 +31,7 @@ _OTHERS = {
 }
 # Key-values of such files, likewise.
 _OTHER_KEYS = {
+    "attention.sliding_window": "a sliding window",
     "norm_before_residual": "norm_before_residual",
     "norm_before_fc": "norm_before_fc",
 }
@@ -49,7 +57,9 @@ def read_shape(table: TensorTable, target: ArchSpec) -> EagleShape:
             f"{source}: found an EAGLE-3 head of {spec.num_layers} layers and {len(taps)} taps; "
             f"expected 1 layer and {TAPS} taps, as llama.cpp does."
         )
-    return EagleShape(spec, taps, _read_ids(table, target), "output.weight" in table)
+    shape = EagleShape(spec, taps, _read_ids(table, target), "output.weight" in table)
+    check_rest(get, shape, "target_hidden_size", *_OTHER_KEYS)
+    return shape
 
 
 def _read_ids(table: TensorTable, target: ArchSpec) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from kdjax.models import dspark_files, eagle_files
 from kdjax.models.decoder import Params
 from kdjax.models.dspark import DSparkShape
 from kdjax.models.eagle import EagleShape
+from kdjax.models.fields import check_fields
 from kdjax.models.names import NAMES
 from kdjax.models.schema import SHAPE
 from kdjax.models.tapped import HeadShape, TappedFunctions
@@ -33,6 +34,11 @@ from kdjax.models.tapped import HeadShape, TappedFunctions
 _KIND, _LAYERS = "speculators_model_type", "transformer_layer_config"
 _LAYER_NAMES = {x.hf.removeprefix("model."): x.gguf for x in NAMES if x.path[0] == "blocks"}
 _SIZES = {x.gguf: x.hf for x in SHAPE if x.gguf} | {"attention.key_length": "head_dim"}
+# Entries of the layers that are read here or change nothing: an axis of text is all three.
+_READ = frozenset((
+    "model_type", "attention_bias", "hidden_act", "rope_theta", "rope_parameters", "rope_scaling",
+    "mrope_section", "tie_word_embeddings", "vocab_size",
+))  # fmt: skip
 
 
 class _Folder(NamedTuple):
@@ -109,6 +115,8 @@ def open_folder(path: Path) -> TensorTable:
                 f"{source}: found {entry}={found!r}; expected {' or '.join(map(repr, expected))}, "
                 "of a head that kdjax computes."
             )
+    rope = _find_rope(layers)
+    check_fields(layers, [rope], source, frozenset({*_READ, *_SIZES.values()}))
     folder = _FOLDERS[config[_KIND]]
     values = _translate(source, config, layers)
     entries = {f"{folder.architecture}.{key}": value for key, value in values.items()}
@@ -133,6 +141,11 @@ def _add_places(offsets: LazyTensor) -> LazyTensor:
     return offsets._replace(read=read)
 
 
+def _find_rope(layers: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of a head's rotation."""
+    return layers.get("rope_parameters") or layers.get("rope_scaling") or {}
+
+
 def _list_needs(
     config: Mapping[str, Any], layers: Mapping[str, Any]
 ) -> list[tuple[str, Any, tuple[Any, ...]]]:
@@ -140,7 +153,7 @@ def _list_needs(
     kind = config.get(_KIND)
     if kind not in _FOLDERS:
         return [(_KIND, kind, tuple(_FOLDERS))]
-    rope = layers.get("rope_parameters") or layers.get("rope_scaling") or {}
+    rope = _find_rope(layers)
     expected = _FOLDERS[kind].layers
     needs = [
         ("model_type", layers.get("model_type", "qwen3"), (expected,)),
@@ -150,6 +163,8 @@ def _list_needs(
     ]
     for layer in layers.get("layer_types") or ():
         needs.append(("layer_types", layer, ("full_attention",)))
+    if not layers.get("layer_types") and layers.get("use_sliding_window") is not False:
+        needs.append(("sliding_window", layers.get("sliding_window"), (None,)))
     if kind == "eagle3":
         names = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
         names = *names, "embed_requires_grad"

@@ -8,6 +8,7 @@ import numpy as np
 from kdjax.errors import UserError
 from kdjax.formats.table import TensorTable
 from kdjax.models.arch import ArchSpec, Layer
+from kdjax.models.fields import check_gguf_fields
 from kdjax.models.ropes import Rope
 from kdjax.models.tapped import HeadShape, TappedFunctions
 
@@ -62,6 +63,18 @@ def list_sizes(shape: HeadShape) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "target_layers": np.asarray(shape.taps, np.int32),
     }
+
+
+def check_rest(get: Getter, shape: HeadShape, *known: str) -> None:
+    """Raises `UserError` for key-values that may change what a head computes and that are not read.
+
+    The keys of `list_sizes` are read, and `known` ones.
+    """
+    # Of head_dim, which `check_gguf_fields` compares with.
+    widths = {"rope.dimension_count", "attention.value_length"}
+    read = frozenset({*list_sizes(shape), "rope.scaling.type", *known} - widths)
+    table, width = get.table, shape.spec.head_dim
+    check_gguf_fields(table.metadata, get.architecture, width, table.paths[0], read)
 
 
 def read_layers(get: Getter, vocabulary: int, *, family: str, qk_norm: bool) -> ArchSpec:

@@ -167,7 +167,11 @@ def read_shape(table: TensorTable, target: ArchSpec) -> HeadShape:
         arch = table.metadata.get("general.architecture")
         known = " or ".join(repr(x.architecture) for x in FORMATS.values())
         raise UserError(f"{table.paths[0]}: found architecture {arch!r}; expected {known}.")
-    return found.read_shape(table, target)
+    shape = found.read_shape(table, target)
+    known = {tensor.name for tensor in list_head(shape)} | {*shape.tables}
+    if others := sorted({*table} - known):
+        raise UserError(f"{table.paths[0]}: found a tensor {others[0]}; expected a head without.")
+    return shape
 
 
 def choose_mask(tokenizer: Tokenizer | None) -> int:
