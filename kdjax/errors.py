@@ -40,6 +40,8 @@ STATUSES = {
     INTERRUPTED: "stopped by a signal and saved: the same command goes on from there",
     QUIT: "stopped at once; what was saved before is kept",
 }
+# Advice for a model that a GGUF file cannot describe.
+AS_FOLDER = "Export with export_hf (--format=hf)"
 
 
 class KdjaxError(Exception):

@@ -261,8 +261,8 @@ def test_experts_come_back(kind, small_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("case", "kind", "message"),
     [
-        ("qwen3_moe_plain", "gguf", "norm_topk_prob=false.*Export --format=hf"),
-        ("qwen3_moe", "apr", "without experts, which .apr files.*Export --format=gguf"),
+        ("qwen3_moe_plain", "gguf", "norm_topk_prob=false.*Export with export_hf"),
+        ("qwen3_moe", "apr", "without experts, which .apr files.*Use export_gguf"),
     ],
 )
 def test_experts_that_a_format_cannot_tell_are_refused(
@@ -331,7 +331,7 @@ def test_layers_that_are_cut_take_their_entries_with_them(
         assert config["no_rope_layers"] == [1, 0, 1]
         EXPORTS["apr"](model, tmp_path / "a.apr")
         assert load(tmp_path / "a.apr").spec == cut.spec
-        with pytest.raises(UserError, match=r"than every 4th.*smollm3.*Export --format=hf"):
+        with pytest.raises(UserError, match=r"than every 4th.*smollm3.*Export with export_hf"):
             EXPORTS["gguf"](model, tmp_path / "a.gguf")
     assert again.spec.layers == tuple(source.spec.layers[i] for i in kept)
     assert_same(again.params, model.params)
@@ -371,7 +371,7 @@ def test_what_gguf_cannot_tell_is_exported_otherwise_or_not_at_all(small_tokeniz
         model = load(GOLDENS / case)
         source = open_checkpoint(GOLDENS / case, tokenizer=str(small_tokenizer))
         model = model.replace(checkpoint=source)
-        with pytest.raises(UserError, match=f"{message}.*Export --format=hf"):
+        with pytest.raises(UserError, match=f"{message}.*Export with export_hf"):
             EXPORTS["gguf"](model, tmp_path / "a.gguf")
         EXPORTS["apr"](model, tmp_path / f"{case}.apr")
         assert spec_from_table(open_table(tmp_path / f"{case}.apr")) == model.spec
@@ -611,7 +611,7 @@ def test_a_folder_is_read_back_by_the_safetensors_library_too(student, tmp_path,
 @pytest.mark.parametrize("kind", EXPORTS)
 def test_what_is_there_is_replaced_only_when_asked(kind, student, exported, tmp_path):
     out = copied(exported(kind, "bf16")[0], tmp_path)
-    with pytest.raises(UserError, match=r"there already.*--overwrite"):
+    with pytest.raises(UserError, match=r"there already.*overwrite=True"):
         EXPORTS[kind](student, out)
     assert embedding_type(out) == "BF16"
     EXPORTS[kind](student, out, overwrite=True)

@@ -390,7 +390,7 @@ def test_what_an_export_cannot_say_of_a_phi_is_refused(tokenizer, tmp_path):
     export_apr(near, tmp_path / "a.apr")
     assert load(tmp_path / "a.apr").spec == near.spec
     long = golden("phi3_long", tokenizer)
-    with pytest.raises(UserError, match=r"qwen2 model with longrope.*Export --format=hf"):
+    with pytest.raises(UserError, match=r"qwen2 model with longrope.*Export with export_hf"):
         gguf_entries(dataclasses.replace(long.spec, family="qwen2"))
     with pytest.raises(UserError, match="phi3 model to adapt, whose files keep q, k and v as one"):
         choose_lora(long.spec)

@@ -1,5 +1,6 @@
 """The library as docs/library.md and docs/extending.md show it, and what `import kdjax` offers."""
 
+import ast
 import functools
 import re
 import subprocess
@@ -295,3 +296,23 @@ def test_every_public_name_is_there_documented_and_no_module():
         assert not (REPOSITORY / "kdjax" / f"{name}.py").exists()
     with pytest.raises(AttributeError, match="attribute nonsense"):
         kdjax.nonsense  # noqa: B018
+
+
+_FLAG = re.compile(r"(?<![\w-])--(?!config\.)[a-z]")
+_NAMED = re.compile(
+    r"\([^()]*\)|`[^`]*`|kdjax \w+( [^ ]+)* --\S+|gguf-new-metadata --\S+|--\S+, or \w+="
+)
+
+
+@pytest.mark.parametrize("room", ["formats", "models", "losses", "training", "export"])
+def test_errors_name_what_the_library_takes_before_the_commands_flag(room):
+    """A flag stands in parentheses, in a command, or next to an argument."""
+    commands = {"caching.py", "card.py"}  # of kdjax cache and kdjax shrink alone
+    found = []
+    for file in (Path(kdjax.__file__).parent / room).rglob("*.py"):
+        raised = [x for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.Raise)]
+        for node in raised if file.name not in commands else ():
+            parts = [x.value for x in ast.walk(node) if isinstance(x, ast.Constant)]
+            text = _NAMED.sub("", "".join(x for x in parts if isinstance(x, str)))
+            found += [f"{file.name}: {text}"] if _FLAG.search(text) else []
+    assert not found

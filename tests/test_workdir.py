@@ -88,7 +88,7 @@ def test_a_lock_outlives_the_removal_of_its_file(tmp_path):
 def test_a_run_holds_its_workdir(tiny_config, tmp_path):
     """Before it looks at anything else: its teacher is not there either."""
     tiny_config.teacher.path = str(tmp_path / "none.gguf")
-    with locking(tmp_path / LOCK, ""), pytest.raises(LockedError, match="another --workdir"):
+    with locking(tmp_path / LOCK, ""), pytest.raises(LockedError, match="another workdir"):
         distill(tiny_config, tmp_path)
     assert list(tmp_path.glob("*")) == [tmp_path / "text"]
 
@@ -230,7 +230,7 @@ def test_without_an_intact_step_nothing_is_moved_and_nothing_begun(done):
     before = sorted(workdir.rglob("*"))
     with pytest.raises(CheckError, match="holds no intact checkpoint") as error:
         distill(config, workdir)
-    assert "step 1: state: " in str(error.value) and "another --workdir" in str(error.value)
+    assert "step 1: state: " in str(error.value) and "another workdir" in str(error.value)
     assert "step 2: run/metadata holds other values than were saved" in str(error.value)
     assert sorted(workdir.rglob("*")) == before
 

@@ -465,7 +465,7 @@ def open_cache(folder: Path, expected: CacheSpec, needed: np.ndarray | None = No
     if lines := spec.differences(expected, names):
         hint = ""
         if any(line.startswith("temperature") for line in lines):
-            hint = " Hidden states (--kind=hidden) serve any temperature."
+            hint = " Hidden states (kdjax cache --kind=hidden) serve any temperature."
         raise UserError(
             f"{folder} is the cache of another run:\n  " + "\n  ".join(lines) + "\n"
             f"Restore those settings, or make a cache of this run: `{_MAKE.format('DIR')}`.{hint}"

@@ -40,12 +40,13 @@ def _take_apart(model: Model) -> tuple[Lora, dict[Key, np.ndarray]]:
         raise UserError(
             f"{model.checkpoint}: found adapters that trained under rounding (student.quantize); "
             "expected adapters alone: without the rounding they are another model. Export it "
-            "whole: --format=gguf."
+            "whole: export_gguf (--format=gguf)."
         )
     if lora is None or model.spec is None:
         raise UserError(
             f"{model.name}: found a model without adapters; expected one of kdjax.add_lora, or of "
-            "a run with student.lora.rank. Export it whole: --format=hf or gguf."
+            "a run with student.lora.rank. Export it whole: export_hf or export_gguf "
+            "(--format=hf or gguf)."
         )
     if model.checkpoint is not None:
         said, layers = model.checkpoint.header.metadata, model.spec.num_layers
@@ -55,7 +56,7 @@ def _take_apart(model: Model) -> tuple[Lora, dict[Key, np.ndarray]]:
             raise UserError(
                 f"{model.name}: found adapters of {layers} layers and a base of {whole}, of which "
                 "these were kept; expected one for each, or they are put on other layers. Export "
-                "it whole: --format=hf or gguf."
+                "it whole: export_hf or export_gguf (--format=hf or gguf)."
             )
     flat: dict[Key, Any] = flatten_dict(split_adapters(model.params)[1])
     arrays = {path: np.asarray(x, np.float32) for path, x in flat.items()}
@@ -63,7 +64,7 @@ def _take_apart(model: Model) -> tuple[Lora, dict[Key, np.ndarray]]:
     if broken:
         raise UserError(
             f"found numbers in {broken[0]} that are not finite; expected none. The run broke: "
-            "export an earlier step with --step, or train again."
+            "export an earlier step (--step), or train again."
         )
     return lora, arrays
 

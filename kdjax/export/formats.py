@@ -291,19 +291,19 @@ def export_apr(
     """
     _check_type(dtype, APR_TYPES, "an .apr file")
     if Path(out).suffix != ".apr":
-        raise UserError(f"found --out={out}; expected a name that ends in .apr. Add the suffix.")
+        raise UserError(f"{out}: expected a name that ends in .apr. Add the suffix.")
     source = _open_source(model, dtype, gguf=False)
     if source.spec.experts:
         raise UserError(
             f"found a {source.spec.family} model; expected one without experts, which .apr files "
-            "cannot describe. Export --format=gguf or --format=hf."
+            "cannot describe. Use export_gguf or export_hf (--format=gguf or hf)."
         )
     spec, tensors, _, tokenizer, files = source
     family = FAMILIES[spec.family]
     if not family.apr or (spec.window and not family.apr_windows):
         raise UserError(
             f"found a {spec.family} model; expected one that .apr can describe, without windows "
-            "and norms of 1 + weight. Export --format=gguf or --format=hf."
+            "and norms of 1 + weight. Use export_gguf or export_hf (--format=gguf or hf)."
         )
     rows = _fuse(source.encode(dtype), spec, gguf=False)
     misfits = [
@@ -313,7 +313,8 @@ def export_apr(
         listed = ", ".join(misfits[:3]) + (", ..." if len(misfits) > 3 else "")
         raise UserError(
             f"found {len(misfits)} tensors whose rows do not fill blocks of 256: {listed}; .apr "
-            "has no quantized type for them. Export --type=bf16 or f16, or --format=gguf."
+            "has no quantized type for them. Take dtype='bf16' or 'f16' (--type), or export_gguf "
+            "(--format=gguf)."
         )
     values = vocabulary.gguf_values(tokenizer, files, spec.vocab_size)
     metadata = headers.apr_metadata(spec, Path(out).stem, values)

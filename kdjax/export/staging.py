@@ -23,17 +23,18 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError(
-            f"{out} is there already. Give another --out, or replace it with --overwrite."
+            f"{out} is there already. Name another path, or replace it: overwrite=True "
+            "(--overwrite)."
         )
     special = out.exists() and not (out.is_file() or out.is_dir())  # /dev/null would be replaced
     if folder != out.is_dir() or special:
         kind, other = ("a file", "a folder") if folder else ("a folder", "a file")
         kind = "no regular file" if special else kind
-        raise UserError(f"{out} is {kind}; expected {other} to replace. Give another --out.")
+        raise UserError(f"{out} is {kind}; expected {other} to replace. Name another.")
     if folder and any(out.iterdir()) and not is_model_folder(out):
         raise UserError(
             f"{out} is a folder without config.json, so no export made it; it stays as it is. "
-            "Give another --out."
+            "Name another path."
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer as Encoder
 from tokenizers.processors import TemplateProcessing
 
-from kdjax.errors import UserError
+from kdjax.errors import AS_FOLDER, UserError
 from kdjax.export.staging import write_json
 from kdjax.formats.files import load_json
 from kdjax.models.encoders import (
@@ -79,8 +79,8 @@ def _pre_tokenizer(encoder: Encoder, folder: Path | None) -> str:
         whole = bool(described["model"].get("ignore_merges"))
         raise UserError(
             f"{folder}/tokenizer.json cuts text in a way (ignore_merges={whole}) that has no known "
-            f"name in llama.cpp; expected one of {', '.join(PRE_TOKENIZERS)}. Export --format=hf "
-            "and use llama.cpp's convert_hf_to_gguf.py, or give --student=FILE.gguf."
+            f"name in llama.cpp; expected one of {', '.join(PRE_TOKENIZERS)}. {AS_FOLDER} and use "
+            "llama.cpp's convert_hf_to_gguf.py, or take the model from GGUF (--student=FILE.gguf)."
         )
     return name
 

@@ -204,7 +204,7 @@ def _list_tensors(params: Params, spec: ArchSpec, *, gguf: bool) -> list[Tensor]
         listed = "\n  ".join(problems[:20])
         raise UserError(
             f"the parameters are not those of this {spec.family} model:\n  {listed}\n"
-            "Give the student that the run started from, with --student=PATH."
+            "Take this model's; of a run, name the student that it began with (--student=PATH)."
         )
     tensors = []
     for path in known:

@@ -202,8 +202,8 @@ def _require_merging(divergence: Divergence) -> None:
         raise UserError(
             "a teacher cached as its top-k ids (topk) merges all other ids into one outcome, "
             f"over which this divergence is not said to be defined: {divergence}. Cache hidden "
-            "states instead (--kind=hidden), or set the function's attribute merges_tail = True if "
-            "merging outcomes never raises it."
+            "states instead (kdjax cache --kind=hidden), or set the function's attribute "
+            "merges_tail = True if merging outcomes never raises it."
         )
 
 

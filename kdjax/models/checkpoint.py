@@ -68,6 +68,7 @@ from kdjax.models.tokenizer import (
 _log = logging.getLogger("kdjax")
 NEWEST = "newest"  # in place of a step's number
 _DTYPES = ("bfloat16", "float32")
+_NAME_BASE = "--student=PATH, or base=PATH of kdjax.load"
 _REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of the Hugging Face Hub
 
 
@@ -470,13 +471,13 @@ def open_step(
     """
     if not workdir.is_dir():
         raise MissingFileError(
-            f"{workdir}: no such folder; expected the --workdir of a run.{suggest_path(workdir)}"
+            f"{workdir}: no such folder; expected the workdir of a run.{suggest_path(workdir)}"
         )
     steps = saved_steps(workdir)
     if not steps:
         raise MissingFileError(
             f"{workdir} holds no complete checkpoint; expected some under {workdir}/checkpoints. "
-            "Name the --workdir of a run that has saved."
+            "Name the workdir of a run that has saved."
         )
     step = _find_step(workdir, steps[-1]) if step is None else step
     step = steps[-1] if step == NEWEST else int(step)
@@ -520,7 +521,8 @@ def _open_step_beside(
         raise UserError(
             f"{source} has SHA-256 {source.sha256}; expected {identity['student.sha256']}, of the "
             f"base that the {what} of {workdir}, step {step}, were trained on: they are nothing "
-            "without it. Put that file back, or say where it is: --student=PATH."
+            "without it. Put that file back, or say where it is: "
+            f"{_NAME_BASE}."
         )
     base = cut_layers(source, split_layers(identity.get("student.layers", "")))
     base = dataclasses.replace(base, spec=tie_head(base, identity.get("student.head", "auto")))
@@ -571,12 +573,13 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
     if not student:
         raise MissingFileError(
             f"{workdir} does not say which student it began with (no {RECEIPT} with its config): "
-            "name it with --student=PATH, the run's student.path."
+            f"name it, the run's student.path: {_NAME_BASE}."
         )
     if not Path(student).exists():
         raise MissingFileError(
             f"{student}: no such file or folder; expected the student that the run in {workdir} "
-            "began with, for its config and tokenizer. Say where it is now: --student=PATH."
+            "began with, for its config and tokenizer. Say where it is now: "
+            f"{_NAME_BASE}."
             f"{suggest_path(student)}"
         )
     ours = "" if tokenizer else fetch_path(receipt.get("tokenizer", ""), TOKENIZER)

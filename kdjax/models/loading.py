@@ -214,7 +214,7 @@ def _mismatch(table: TensorTable, count: int, shown: str) -> str:
     if isinstance(table, SavedTable):
         return (
             f"{table.folder} does not match its student ({count} tensors differ):\n  {shown}\n"
-            "--student is not the model that this run began with. Name its initial model."
+            "This run began with another model: name that one, base=PATH (--student=PATH)."
         )
     return (
         f"{table.paths[0]} does not match its own header ({count} tensors):\n  {shown}\n"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kdjax.errors import UserError
+from kdjax.errors import AS_FOLDER, UserError
 from kdjax.formats import TensorTable
 from kdjax.formats.blocks import decode
 
@@ -337,8 +337,7 @@ def scaling_to_gguf(rope: Rope | None, *, logs: bool = False) -> dict[str, Any]:
         return {}
     if not scaling.truncate:
         raise UserError(
-            "found yarn with truncate=false; expected true, which llama.cpp computes. "
-            "Export --format=hf."
+            f"found yarn with truncate=false; expected true, which llama.cpp computes. {AS_FOLDER}."
         )
     values = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
     if scaling.kind == "linear":

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kdjax.errors import UserError
+from kdjax.errors import AS_FOLDER, UserError
 from kdjax.formats import TensorTable
 from kdjax.formats.apr.metadata import NEOX, ROPE_TYPE
 from kdjax.models.arch import ACTIVATIONS, ArchSpec, Layer
@@ -235,7 +235,7 @@ def _check_tied(spec: ArchSpec, family: Family) -> None:
     if spec.tied and not family.gguf_tied:
         raise UserError(
             f"found a {spec.family} model with tie_word_embeddings; expected a separate head, "
-            "without which llama.cpp opens no file of this family. Export --format=hf."
+            f"without which llama.cpp opens no file of this family. {AS_FOLDER}."
         )
 
 
@@ -314,7 +314,7 @@ def _check_activation(spec: ArchSpec, family: Family) -> None:
     if ACTIVATIONS[spec.activation] is not ACTIVATIONS[family.activation]:
         raise UserError(
             f"found a model with hidden_act {spec.activation!r}; expected {family.activation}, "
-            f"which llama.cpp computes in every {spec.family} model. Export --format=hf."
+            f"which llama.cpp computes in every {spec.family} model. {AS_FOLDER}."
         )
 
 
@@ -335,7 +335,7 @@ def _check_divisors(spec: ArchSpec, family: Family) -> None:
     if kind in ("llama3", "longrope") and kind not in family.gguf_divisors:
         raise UserError(
             f"found a {spec.family} model with {kind}; expected another rope scaling, since "
-            "llama.cpp reads no divisors from files of this family. Export --format=hf."
+            f"llama.cpp reads no divisors from files of this family. {AS_FOLDER}."
         )
 
 
@@ -355,7 +355,7 @@ def _check_biases(spec: ArchSpec, family: Family) -> None:
         wanted = f"on {', '.join(family.gguf_biases)} alone" if family.gguf_biases else "none"
         raise UserError(
             f"found a {spec.family} model with attention_bias (on {', '.join(found)}); expected "
-            f"{wanted}, as llama.cpp computes. Export --format=hf."
+            f"{wanted}, as llama.cpp computes. {AS_FOLDER}."
         )
 
 
@@ -457,7 +457,7 @@ def _check_query_scalar(spec: ArchSpec, family: Family) -> None:
         raise UserError(
             f"found a model with query_pre_attn_scalar {_query_scalar(spec):g}; expected "
             f"{expected}, which llama.cpp computes for {spec.num_layers} layers. "
-            "Export --format=hf."
+            f"{AS_FOLDER}."
         )
 
 
@@ -475,7 +475,7 @@ def _check_window(spec: ArchSpec, family: Family) -> None:
     if spec.window and not family.window_period:
         raise UserError(
             f"found a {spec.family} model with a window of {spec.window} positions; expected none, "
-            "as llama.cpp computes. Export --format=hf, or set sliding_window to null if no text "
+            f"as llama.cpp computes. {AS_FOLDER}, or set sliding_window to null if no text "
             "is longer."
         )
 
@@ -520,7 +520,7 @@ def _check_pattern(spec: ArchSpec, family: Family) -> None:
     if spec.window and local != every_layer_but(family.window_period, spec.num_layers):
         raise UserError(
             f"found windows in other layers than all but every {family.window_period}th; expected "
-            "this pattern, which llama.cpp computes. Export --format=hf."
+            f"this pattern, which llama.cpp computes. {AS_FOLDER}."
         )
 
 
@@ -567,7 +567,7 @@ def _check_near_theta(spec: ArchSpec, family: Family) -> None:
         raise UserError(
             f"found rope_theta {spec.local_rope_theta:g} in layers with a window and "
             f"{spec.rope_theta:g} in others; expected one for all, as llama.cpp computes in "
-            f"{spec.family} models. Export --format=hf."
+            f"{spec.family} models. {AS_FOLDER}."
         )
 
 
@@ -589,7 +589,7 @@ def _check_rotated(spec: ArchSpec, family: Family) -> None:
     if _rotated(spec) != every_layer_but(period, spec.num_layers):
         raise UserError(
             f"found other layers without rotation than every {period}th; expected this pattern, "
-            f"which llama.cpp computes in every {spec.family} model. Export --format=hf."
+            f"which llama.cpp computes in every {spec.family} model. {AS_FOLDER}."
         )
 
 
@@ -662,7 +662,7 @@ def _check_full_interval(spec: ArchSpec, _: Family) -> None:
     if _full_interval(spec) is None:
         raise UserError(
             f"found layers {', '.join(_layer_types(spec))[:120]}; expected attention in every N-th "
-            "layer alone, the only pattern that a GGUF header has. Export --format=hf, or choose "
+            f"layer alone, the only pattern that a GGUF header has. {AS_FOLDER}, or choose "
             "other layers (student.layers)."
         )
 
@@ -690,7 +690,7 @@ def _check_state(spec: ArchSpec, _: Family) -> None:
         raise UserError(
             f"found delta layers with keys of {spec.delta_key_dim} and values of "
             f"{spec.delta_value_dim}; expected one width, as llama.cpp computes. "
-            "Export --format=hf."
+            f"{AS_FOLDER}."
         )
 
 
@@ -742,7 +742,7 @@ def _check_norm_experts(spec: ArchSpec, family: Family) -> None:
     if not spec.norm_experts:
         raise UserError(
             "found a model with norm_topk_prob=false; expected true, which llama.cpp computes in "
-            f"every {spec.family} model. Export --format=hf."
+            f"every {spec.family} model. {AS_FOLDER}."
         )
 
 

@@ -393,7 +393,7 @@ class HeadWriter(TappedWriter):
         if drafts > most:
             raise UserError(
                 f"found {drafts} drafts a pass; expected 1 to {most}, which the head's block has. "
-                "Give fewer (--draft-tokens)."
+                "Give fewer: draft_tokens (--draft-tokens)."
             )
         return super().of(big, small, params, drafts)
 

@@ -148,11 +148,11 @@ def check_same_run(
     }
     if not differences:
         return
-    remedy = "Restore these values, or choose a new --workdir."
+    remedy = "Restore these values, or choose a new workdir."
     if finished and current.get("train.steps", 0) > step and differences.keys() <= _SCHEDULE:
         remedy = (
             f"That run has finished. To go on from its checkpoint of step {step}, with the same "
-            f"optimizer and the text that follows, add --config.train.after={step}: the learning "
+            f"optimizer and the text that follows, set train.after={step}: the learning "
             "rate rises again over optim.warmup_steps and falls to its final value at train.steps. "
             + remedy
         )

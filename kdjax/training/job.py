@@ -113,7 +113,7 @@ class Job:
             if after := self.config.train.after:
                 raise UserError(
                     f"found train.after={after} and no checkpoint in {self.workdir}; expected a "
-                    f"run that has finished its {after} steps. Name its --workdir."
+                    f"run that has finished its {after} steps. Name its workdir."
                 )
             return self.make_state()
         self.source.set_state(self.read_record(latest)["data"])
@@ -128,7 +128,7 @@ class Job:
                 f"{self.workdir} holds step {step} of a run whose weight decay moved A_log and "
                 "dt_bias of delta layers, as an earlier version did; this version leaves them "
                 "alone. Finish it with that version (receipt.json names its commit), or begin "
-                f"another run from its student: student.path={self.workdir} and a new --workdir."
+                f"another run from its student: student.path={self.workdir} and a new workdir."
             )
         return record
 

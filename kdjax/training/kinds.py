@@ -31,7 +31,7 @@ def ask_kinds(teacher: TeacherConfig) -> tuple[TeacherKind, ...]:
                 raise UserError(
                     f"found teacher.cache={teacher.cache} of {len(specs)} caches and "
                     f"teacher.path={teacher.path!r}; expected caches of top-k ids "
-                    "(--kind=topk) and teacher.path=''."
+                    "(kdjax cache --kind=topk) and teacher.path=''."
                 )
             kinds = tuple(CachedTopK(spec.k) for spec in specs)
             return (Teachers(kinds, tuple(weight for weight, _ in caches)),)

@@ -351,7 +351,7 @@ class AnswerSource(Source):
         path = round_path(self._folder, self._place()[0])
         advice = (
             "The student that wrote it has changed since: put a copy of the file back, or use "
-            "another --workdir to begin anew."
+            "another workdir to begin anew."
         )
         try:
             self._round = read_round(path)
@@ -413,7 +413,7 @@ def check_templates(
     if not rollout.allow_other_template:
         raise UserError(
             f"{message} Choose models of one template, or accept it with "
-            "--config.rollout.allow_other_template=True."
+            "rollout.allow_other_template=True."
         )
     _log.warning("%s", message)
 

@@ -152,7 +152,7 @@ class Checkpoints:
         if not begun:  # Orbax skips a step that is not later than what it has
             raise CheckError(
                 f"step {step} was not saved: {self._folder} holds step {self.latest()}. Move the "
-                "steps of another run elsewhere, or use another --workdir."
+                "steps of another run elsewhere, or use another workdir."
             )
 
     def note_judged(self, step: int, changes: dict[str, Any]) -> None:
@@ -399,7 +399,7 @@ def _set_aside_damaged(workdir: Path) -> None:
             lines = "\n  ".join(f"step {step}: {e.problem}" for step, e in damaged.items())
             raise CheckError(
                 f"{workdir} holds no intact checkpoint:\n  {lines}\n"
-                "Nothing was changed. Put a copy of one back, or use another --workdir to begin "
+                "Nothing was changed. Put a copy of one back, or use another workdir to begin "
                 "anew."
             )
     for step, error in damaged.items():
@@ -484,7 +484,7 @@ def is_finished(latest: int | None, config: Config, workdir: Path) -> bool:
     if config.smoke.steps and latest is not None:
         raise UserError(
             f"{workdir} holds a checkpoint at step {latest}; a smoke run (smoke.steps) starts from "
-            "the student's file and saves nothing. Use another --workdir, or set "
+            "the student's file and saves nothing. Use another workdir, or set "
             "smoke.steps=0 to resume the run."
         )
     steps, seconds = config.train.steps, config.train.seconds

@@ -298,7 +298,8 @@ class CachedTopK(TeacherKind):
         if callable(loss.temperature):
             raise UserError(
                 "found a schedule of the temperature and a cache of top-k ids; expected the "
-                "temperature that it was written for. Cache hidden states (--kind=hidden)."
+                "temperature that it was written for. Cache hidden states (kdjax cache "
+                "--kind=hidden)."
             )
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:

@@ -162,7 +162,7 @@ class CollapseGuard(Hook):
         steps = [saved for saved in saved_steps(self._workdir) if saved <= good]
         kept = "No checkpoint of it is kept: raise checkpoint.keep, or set checkpoint.every."
         if not good:
-            kept = "That is the start: begin anew, in another --workdir."
+            kept = "That is the start: begin anew, in another workdir."
         elif steps:
             kept = f"The last good checkpoint is {step_folder(self._workdir, steps[-1])}."
         raise CollapseError(

@@ -133,7 +133,7 @@ def _holding(workdir: Path) -> Iterator[None]:
     """Makes the workdir and locks it; of several processes the first one does, for all."""
     with contextlib.ExitStack() as held:
         if jax.process_index() == 0:
-            held.enter_context(holding(workdir, "give another --workdir"))
+            held.enter_context(holding(workdir, "give another workdir"))
         yield
 
 
