@@ -37,7 +37,7 @@ from kdjax.commands import evaluate, train
 from kdjax.data import teacher_cache
 from kdjax.errors import NOT_WRITTEN, UserError, WriteError, print_error, status_of
 from kdjax.export import export_gguf, export_hf
-from kdjax.formats.files import make_place, replacing, writing
+from kdjax.formats.files import check_place, replacing, writing
 from kdjax.formats.locks import holding, holding_file
 from kdjax.training.hooks import Run, StepRecord
 from kdjax.training.inputs import prepare
@@ -121,7 +121,7 @@ def test_only_a_regular_file_is_replaced(tmp_path):
         ("file/b/a.bin", "file is no folder"),
     ):
         with pytest.raises(UserError, match=said):
-            make_place(tmp_path / name)
+            check_place(tmp_path / name)
         with pytest.raises(UserError, match=said), replacing(tmp_path / name) as file:
             file.write(b"new")
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "file").read_bytes() == b"old"
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_made_has_its_remedy(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(WriteError, match=r"/a cannot be written: Permission denied\. Make it"):
-        make_place(tmp_path / "a" / "b.bin")
+        check_place(tmp_path / "a" / "b.bin")
 
 
 def test_a_user_without_a_home_is_told_the_field(tiny_config, monkeypatch):
@@ -152,16 +152,18 @@ def test_a_place_is_tried_by_its_own_name(tmp_path, monkeypatch):
     """`tempfile` says an absolute path of a file that nobody asked for."""
     monkeypatch.chdir(tmp_path)
     with no_file_beyond(0), pytest.raises(WriteError, match=r"^out/a.json cannot be written: File"):
-        make_place(Path("out/a.json"))
+        check_place(Path("out/a.json"))
     assert not Path("out").exists()
 
 
 def test_a_disk_that_is_full_keeps_no_folder_that_was_made_for_a_file(tmp_path):
     (tmp_path / "kept").mkdir()
+    check_place(tmp_path / "made" / "by" / "it" / "a.bin")
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
 
     def place(path):
         with no_file_beyond(0):
-            make_place(path)
+            check_place(path)
 
     def replace(path):
         with no_file_beyond(1000), replacing(path) as file:

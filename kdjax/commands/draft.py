@@ -59,7 +59,7 @@ from kdjax.export.heads import HEAD_TYPES, export_head
 from kdjax.export.staging import check_sources, check_target, stage
 from kdjax.formats import open_table
 from kdjax.formats.blocks import ENCODED
-from kdjax.formats.files import make_place
+from kdjax.formats.files import check_place
 from kdjax.formats.saved import read_receipt
 from kdjax.models.checkpoint import Checkpoint, ModelArgument, open_checkpoint, open_step
 from kdjax.models.drafts import check_same_ids, warn_if_refused, why_refused
@@ -339,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
     run = _parse(argv)
     if run.options.plan:
         return plan_run(run, run.options.machine, text=bool(run.options.data))
-    make_place(run.options.out)
+    check_place(run.options.out)
     status = _answer(run.options)
     if status == FINISHED:
         status = carry_out(run, part=True)

@@ -57,7 +57,7 @@ from kdjax.evaluation.health import examine
 from kdjax.evaluation.health.detectors import Finding
 from kdjax.evaluation.target import Target, open_target
 from kdjax.export.staging import check_sources
-from kdjax.formats.files import make_place
+from kdjax.formats.files import check_place
 from kdjax.hub import fetch_path
 from kdjax.models.checkpoint import Checkpoint, ModelArgument
 from kdjax.models.decoding import Sampling, find_room
@@ -202,7 +202,7 @@ def check(args: argparse.Namespace) -> Request:
         sandbox.check(args.allow_unsandboxed)
     if args.json:
         check_sources(args.json, [*sources, args.draft, args.humaneval, args.mbpp], "--json")
-        make_place(args.json)
+        check_place(args.json)
     return Request(args, domains, benchmarks, passes)
 
 

@@ -69,7 +69,7 @@ from kdjax.export.card import begin_card, check_card, place_card, show_bound, sh
 from kdjax.export.formats import count_gguf_bytes
 from kdjax.export.staging import check_sources, check_target, stage
 from kdjax.export.weights import check_finite
-from kdjax.formats.files import bad, load_json, make_place, replacing
+from kdjax.formats.files import bad, check_place, load_json, replacing
 from kdjax.formats.imatrix import hash_importance
 from kdjax.formats.locks import holding
 from kdjax.formats.recipes import RECIPES
@@ -574,7 +574,7 @@ def _write_own(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
 
 def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> None:
     args.rank = _choose_rank(args, checkpoint)
-    make_place(args.work / "types.txt")
+    check_place(args.work / "types.txt")
     _write_own(args, checkpoint)
     settings = _make_config(args, checkpoint.spec, "").data
     work = _Work(args, checkpoint, prepare(settings, checkpoint.tokenizer))
@@ -712,7 +712,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with started():  # first: a head that is compared starts JAX
             checkpoint, goal = _prepare(args, checkpoint)
-            make_place(args.out)
+            check_place(args.out)
             with holding(args.work, "give another --work"):
                 _shrink(args, checkpoint, goal)
     except KeyboardInterrupt:

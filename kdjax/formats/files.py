@@ -242,19 +242,23 @@ def writing(path: Path, elsewhere: str = "") -> Iterator[None]:
         raise refused from error
 
 
-def make_place(path: Path) -> None:
-    """Makes the folder of a file and tries to write there; to be called before long work.
+def check_place(path: Path) -> None:
+    """Tries to write a file there, and leaves nothing; to be called before long work.
 
     Raises `UserError` where a file cannot be (a folder is there), `WriteError` where it cannot be
-    written; then it removes the folders that it made.
+    written.
     """
-    with contextlib.ExitStack() as made:
-        with writing(path):
-            check_file(path)
-        made.enter_context(making(path.parent))
-        with writing(path), tempfile.TemporaryFile(dir=path.parent) as file:
-            file.write(b" ")
-        made.pop_all()
+    with _placing(path), tempfile.TemporaryFile(dir=path.parent) as file:
+        file.write(b" ")
+
+
+@contextlib.contextmanager
+def _placing(path: Path) -> Iterator[None]:
+    """Looks whether a file can be there, and makes its folder for the block, as `making` does."""
+    with writing(path):
+        check_file(path)
+        with making(path.parent):
+            yield
 
 
 @contextlib.contextmanager
@@ -306,9 +310,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     disk or a folder that cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path), contextlib.ExitStack() as made:
-        check_file(path)
-        made.enter_context(making(path.parent))
+    with _placing(path):
         try:
             with temporary.open("w+b") as file:
                 yield file

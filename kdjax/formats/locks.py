@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kdjax.errors import UserError
-from kdjax.formats.files import make_place, making, remove_leftovers, writing
+from kdjax.formats.files import check_place, making, remove_leftovers, writing
 
 _log = logging.getLogger("kdjax")
 
@@ -69,7 +69,7 @@ def holding_file(path: Path, otherwise: str) -> Iterator[None]:
     `locking` does.
     """
     with making(path.parent):
-        make_place(path)
+        check_place(path)
         with locking(path.with_name(f".{path.name}{LOCK}"), otherwise, path):
             yield
 

@@ -19,7 +19,7 @@ from typing import Any
 from kdjax.device import cluster
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk, problems, sandbox, table
-from kdjax.formats.files import make_place
+from kdjax.formats.files import check_place
 from kdjax.models.decoding import Completion
 from scripts.checks import compare_passk
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = compare_passk.read(args.judged)
     if args.json.resolve() == args.judged.resolve():
         raise UserError(f"{args.json} holds the answers; expected another file. Name one.")
-    make_place(args.json)
+    check_place(args.json)
     tests = {
         name: load(path)
         for name, load in problems.BENCHMARKS.items()

@@ -29,7 +29,7 @@ from typing import Any
 
 from kdjax.errors import UserError, reporting
 from kdjax.evaluation import passk, problems, sandbox, table
-from kdjax.formats.files import make_place
+from kdjax.formats.files import check_place
 from kdjax.models.decoding import Completion
 from kdjax.models.tokenizer import load_tokenizer
 from scripts.checks import compare_passk
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("skipped: `pip install xllamacpp`")
         return SKIPPED
     other = compare_passk.read(args.against) if args.against else {}
-    make_place(args.json)
+    check_place(args.json)
     document = judge(args)
     for name in (x for x in document if x.partition(" ")[0] in problems.BENCHMARKS):
         print("\n".join(table.describe_benchmark(name, document[name])))
