@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -669,3 +670,16 @@ def test_programs_that_were_cut_short_are_removed(tmp_path):
     (folder / "e-cache").write_bytes(packed[:40])
     runtime.remove_cut_programs(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["a-cache", "d-cache"]
+
+
+def test_ci_removes_them_from_the_tests_programs(tmp_path):
+    """Tests of full disks cut some of what CI stores for two weeks."""
+    lines = (Path(__file__).parents[1] / ".ci" / "run").read_text().splitlines()
+    (line,) = [line for line in lines if "remove_cut_programs" in line]
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "cut-cache").write_bytes(zlib.compress(bytes(9000))[:9])
+    environment = os.environ | {"KDJAX_TEST_CACHE": str(folder)}
+    line = line.replace("python", sys.executable, 1)
+    subprocess.run(["bash", "-euc", line], env=environment, check=True, timeout=60)
+    assert not list(folder.iterdir())
