@@ -26,12 +26,21 @@ class Heartbeat:
             _log.info(text, *values)
 
 
+def format_seconds(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def counted(items: Sequence[_T], what: str) -> Iterator[_T]:
-    """Yields the items; logs the number done, as `what`."""
-    heartbeat = Heartbeat()
+    """Yields the items; logs the number done, as `what`, and the time that the others take."""
+    heartbeat, begun = Heartbeat(), time.monotonic()
     for number, item in enumerate(items):
         if number:
-            heartbeat.say("%s: %d of %d", what, number, len(items))
+            left = (time.monotonic() - begun) / number * (len(items) - number)
+            values = what, number, len(items), format_seconds(left)
+            heartbeat.say("%s: %d of %d, about %s more", *values)
         yield item
 
 

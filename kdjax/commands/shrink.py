@@ -84,6 +84,7 @@ from kdjax.models.importance import measure_importance
 from kdjax.models.loading import count_parameters
 from kdjax.models.mixture import Mixture, count_weights, list_matrices, list_single_matrices
 from kdjax.models.model import Model, load_model
+from kdjax.progress import counted
 from kdjax.training.best import Part
 from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
@@ -356,7 +357,8 @@ class _Work:
         if self.checkpoint.spec.experts:
             return ""
         if not self.importance.exists():
-            batches = (batch["tokens"] for batch in self.read_training())
+            read = counted([*self.read_training()], "importance, batches read")
+            batches = (batch["tokens"] for batch in read)
             texts, size = [self.args.text], self.args.seq_len
             measure_importance(
                 self.importance, self.load(), batches, datasets=texts, chunk_size=size

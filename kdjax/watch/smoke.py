@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdjax.config import Config, LossConfig
+from kdjax.progress import format_seconds
 from kdjax.training.hooks import Hook, Run, StepRecord, kl_names
 from kdjax.watch.guards import NonFiniteError
-from kdjax.watch.writers import format_seconds
 
 GATE = "F-DISTILL-SMOKE-001"
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TextIO
 from kdjax.data.rollouts import ROUND
 from kdjax.errors import UserError
 from kdjax.formats.files import replacing, writing
-from kdjax.progress import PHASES, Phase, count_seconds, describe_phases
+from kdjax.progress import PHASES, Phase, count_seconds, describe_phases, format_seconds
 from kdjax.training.hooks import SHARED, Hook, Run, StepRecord, drop_uncompared, kl_names
 
 METRICS = "metrics.jsonl"
@@ -201,13 +201,6 @@ class Tracker(_Scalars):
     def train_end(self, reason: str, error: BaseException | None) -> None:
         """Closes the run, as failed where it did."""
         self._opened.finish(reason == "failed")
-
-
-def format_seconds(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Terminal(Hook):
