@@ -806,6 +806,20 @@ def test_texts_are_written_as_many_at_a_time_as_fit(gigabytes, slots):
     assert shrink._fit_slots(spec, devices) == slots
 
 
+@pytest.mark.parametrize("machine", ["--device=H100", "--device=cpu --memory=64GB"])
+def test_a_plan_advises_what_the_command_takes(machine, exact, text, tmp_path, capsys, monkeypatch):
+    """Fields of the run are no flags of it, and a machine's RAM is more than what a run may use."""
+    monkeypatch.setattr("kdjax.training.compiled.ask_xla", lambda plan, *_: plan)
+    flags = ["--like=q4_0", "--plan", "--batch-size=64", *machine.split()]
+    assert run(exact, text, tmp_path, *flags) == 0
+    _, _, said = capsys.readouterr().out.partition(": fits; the smallest ")
+    first, second, *_ = said.splitlines()
+    place = " of RAM" if "cpu" in machine else ""
+    what = "machine" if place else "device"
+    assert re.fullmatch(rf"{what} that it can go to has [0-9.]+{place} with", first)
+    assert re.fullmatch(r" +--microbatches=\d+", second)
+
+
 def test_a_plan_has_minutes_of_costs_and_of_own_text_apart(exact, text, tmp_path, capsys):
     flags = "--like=q5_0", "--no-train", "--plan", "--device=H100"
     said = []

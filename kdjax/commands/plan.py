@@ -17,6 +17,7 @@ import dataclasses
 import logging
 import math
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,10 +85,13 @@ def find_machine(options: argparse.Namespace, parser: Parser) -> Machine | None:
     return None
 
 
-def survey_headers(config: Config, machine: Machine | None = None) -> "Plan":
+def survey_headers(
+    config: Config, machine: Machine | None = None, flags: Mapping[str, str] | None = None
+) -> "Plan":
     """The plan of a run, from the headers of its models; allocates nothing.
 
-    On a CPU XLA compiles the step and tells its memory.
+    On a CPU XLA compiles the step and tells its memory. `flags` has the flags of the command by the
+    fields that they set; None: all, as `--config.FIELD`.
     """
     from kdjax.training.compiled import ask_xla
     from kdjax.training.job import survey
@@ -98,24 +102,31 @@ def survey_headers(config: Config, machine: Machine | None = None) -> "Plan":
         machine = machine or Machine.here()
         placement, pair, plan = survey(headers, whole=False, machine=machine)
         told = ask_xla(plan, headers, pair, placement)
-        return _add_least(told, headers, machine, pair)
+        return _add_least(told, headers, machine, pair, flags)
 
 
-def _add_least(plan: "Plan", config: Config, machine: Machine, pair: "Pair") -> "Plan":
+def _add_least(
+    plan: "Plan",
+    config: Config,
+    machine: Machine,
+    pair: "Pair",
+    flags: Mapping[str, str] | None = None,
+) -> "Plan":
     """Adds the smallest device that the run can go to; as `plan` is where nothing is smaller."""
     from kdjax.training.memory import CPU_ERROR, Least
     from kdjax.training.plan import find_least, write_flags
 
     axes, summary = config.mesh, machine.summary
     mesh = list_meshes(axes.data, axes.fsdp, axes.tensor, machine.devices)[-1]
-    leanest, changes = find_least(config, pair, mesh, summary, plan.kind)
+    leanest, changes = find_least(config, pair, mesh, summary, plan.kind, flags)
     on_cpu = summary.platform == "cpu"
     needed = leanest.needed * (CPU_ERROR if on_cpu else 1)
     if needed >= plan.needed:
         needed, changes = plan.needed, {}
     shared = summary.count if on_cpu else 1  # emulated devices share the RAM
     total = math.ceil(count_total(summary.platform, needed * shared) / 1e7) * 1e7  # as it is shown
-    return dataclasses.replace(plan, least=Least(total, write_flags(changes, flatten(config))))
+    written = write_flags(changes, flatten(config), flags)
+    return dataclasses.replace(plan, least=Least(total, written, on_cpu))
 
 
 def print_plan(plan: "Plan") -> int:

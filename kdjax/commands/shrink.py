@@ -106,6 +106,7 @@ _STACKS = 5  # of one parameter that costs have in memory: rounded, and exchange
 _SOURCE = "python:flax,optax,numpy"
 _TEXT = f"own,{_SOURCE}"  # about half of each (docs/quantize.md)
 _RANK = 64  # of adapters, where the masters of a training do not fit
+_FLAGS = {"train.microbatches": "--microbatches"}  # that change no result, but what needs memory
 _READ = 64  # rows that importance and GPTQ read
 _PACE = 6  # steps that are timed for --seconds; the first compiles
 
@@ -689,7 +690,7 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         args.rank = _choose_rank(args, checkpoint)
         if args.seconds:
             print(f"training: {args.seconds / 60:,.1f} minutes, and evaluations")
-        status = print_plan(survey_headers(_make_config(args, spec, recipe), machine))
+        status = print_plan(survey_headers(_make_config(args, spec, recipe), machine, _FLAGS))
         return BAD_INPUT if missing else status
 
 

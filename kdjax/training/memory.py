@@ -33,10 +33,12 @@ class Least:
 
     memory: Size  # bytes of each device, of which JAX takes a part
     flags: str  # as `--config.train.microbatches=8`; empty: as the run is
+    in_ram: bool = False  # whether these are the RAM of a machine, all of it
 
     def __str__(self) -> str:
         how = f" with\n    {self.flags}" if self.flags else ""
-        return f"the smallest device that it can go to has {self.memory / 1e9:.2f}{how}"
+        what, of = ("machine", " of RAM") if self.in_ram else ("device", "")
+        return f"the smallest {what} that it can go to has {self.memory / 1e9:.2f}{of}{how}"
 
 
 @dataclasses.dataclass(frozen=True)

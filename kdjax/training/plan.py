@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -680,11 +680,17 @@ def _find_remedy(config: Config, pair: Pair, mesh: Mesh, platform: str, plan: Pl
 
 
 def find_least(
-    config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind
+    config: Config,
+    pair: Pair,
+    mesh: Mesh,
+    devices: Devices,
+    kind: TeacherKind,
+    only: Container[str] | None = None,
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan that needs the least memory, and the changes of fields that lead to it.
 
-    Only fields that decide no result change. Of plans within 1% of the smallest it is the mildest.
+    Only fields that decide no result change, and of these `only` those. Of plans within 1% of the
+    smallest it is the mildest.
     """
     config, least = settle_dtype(config, devices.platform), dict[str, Any]()
     if isinstance(kind, Dense) and config.teacher.weights == kind.name:
@@ -694,7 +700,10 @@ def find_least(
     sections = asked.loss, asked.train, asked.rollout, asked.eval
     plans: list[tuple[Plan, dict[str, Any]]] = []
     bases: dict[bool, Plan] = {}  # whether gradients of microbatches are added up: what stays
+    as_asked = flatten(asked)
     for changes in _list_milder(*sections, sharding.row_shards(mesh)):
+        if only is not None and any(as_asked[k] != v for k, v in changes.items() if k not in only):
+            continue
         trial = copy.deepcopy(asked)
         set_fields(trial, changes)
         adds = trial.train.microbatches > 1
@@ -741,6 +750,9 @@ def _list_milder(
         }
 
 
-def write_flags(changes: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Writes the fields that changed as a command's flags."""
-    return " ".join(f"--config.{k}={v}" for k, v in changes.items() if before[k] != v)
+def write_flags(
+    changes: Mapping[str, Any], before: Mapping[str, Any], flags: Mapping[str, str] | None = None
+) -> str:
+    """Writes the fields that changed as a command's flags, by default `--config.FIELD`."""
+    named = {k: f"--config.{k}" if flags is None else flags[k] for k in changes}
+    return " ".join(f"{named[k]}={v}" for k, v in changes.items() if before[k] != v)
