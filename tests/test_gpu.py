@@ -113,7 +113,7 @@ def test_decoding_copies_no_cache():
         static = dict(writer=writer, sampling=decoding.Sampling(16))
         of = jax.ShapeDtypeStruct
         rest = prepared, slots, of((), jnp.uint32), of((8,), bool)
-        lowered = decoding._advance.lower(params, *rest, **static)
+        lowered = decoding._advance_on_gpu.lower(params, *rest, **static)
         used = lowered.compile().memory_analysis()
         assert used is not None
         assert used.temp_size_in_bytes < 2 * slots.cache.k.size  # bytes of one half

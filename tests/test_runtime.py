@@ -272,6 +272,21 @@ def test_configuring_twice_changes_nothing(not_started):
     assert not again.settings and after == environ
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "--xla_gpu_enable_triton_gemm=false"),
+        ("--xla_dump_to=d", "--xla_dump_to=d --xla_gpu_enable_triton_gemm=false"),
+        ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=true"),
+    ],
+)
+@pytest.mark.parametrize("device", [H200, GB10])
+def test_products_are_left_to_cublas_unless_the_user_says(not_started, device, before, after):
+    _, environ = run(device, environ={"XLA_FLAGS": before} if before else {})
+    assert environ["XLA_FLAGS"] == after
+    assert "XLA_FLAGS" not in run()[1]  # without a GPU
+
+
 def test_a_broken_driver_warns_and_changes_nothing(not_started, warnings_logged):
     result, environ = run(SILENT, note="cuInit returned 999")
     assert set(environ) == {"JAX_COMPILATION_CACHE_DIR"} and not result.settings
@@ -295,7 +310,8 @@ def test_too_late_warns_and_sets_nothing(warnings_logged):
     assert "already started" in message and "XLA_CLIENT_MEM_FRACTION=0.90" in message
     assert set(environ) == {"JAX_COMPILATION_CACHE_DIR"} and not result.settings
     assert "not applied" in "\n".join(result.describe())
-    run(H200, environ={name: "0" for name in ALL_SETTINGS})  # nothing to add, nothing to warn of
+    own = {name: "0" for name in ALL_SETTINGS} | {"XLA_FLAGS": f"--{runtime.TRITON_PRODUCTS}=true"}
+    run(H200, environ=own)  # nothing to add, nothing to warn of
     assert len(warnings_logged) == 1
 
 

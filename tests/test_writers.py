@@ -3,7 +3,9 @@
 import io
 import json
 import logging
+import os
 import re
+import subprocess
 import sys
 import time
 import types
@@ -48,6 +50,26 @@ def play(hook, workdir):
         assert not hook.step_end(record(step))
     hook.save_begin(4)
     hook.train_end("finished", None)
+
+
+def test_scalars_are_written_without_importing_torch(tmp_path):
+    """tensorboardX imports PyTorch where it is installed, 1.5 s of a start."""
+    (tmp_path / "torch.py").write_text("print('imported')")
+    code = f"""if True:
+        import sys, test_writers
+        from kdjax.watch.writers import TensorBoard
+        test_writers.play(TensorBoard(test_writers.Path({str(tmp_path)!r})), {str(tmp_path)!r})
+        assert "torch" not in sys.modules
+        import torch
+    """
+    paths = [str(tmp_path), str(Path(__file__).parent), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["imported"], done.stderr  # by the last line alone
 
 
 def test_the_first_step_says_where_the_seconds_of_the_start_went(tmp_path):

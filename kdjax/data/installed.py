@@ -1,8 +1,10 @@
 """The Python source of installed packages: a corpus that every machine has."""
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import sys
 import sysconfig
@@ -21,7 +23,8 @@ def source_files(package: str) -> list[Path]:
     """The Python files of an installed package, in the order of their paths within it.
 
     "stdlib" is the standard library. Tests and files that are empty, larger than 200 kB or not
-    UTF-8 are left out. The package is not imported. Raises `MissingFileError` if there is none.
+    UTF-8, or cannot be read, are left out. The package is not imported. Raises `MissingFileError`
+    if there is none.
     """
     files = [path for root in _find_roots(package) for path in _walk(root)]
     if not files:
@@ -37,10 +40,18 @@ def package_versions(packages: Sequence[str]) -> dict[str, str]:
     python = platform.python_version()
     versions = {}
     for package in packages:
-        names = _distributions().get(package, [])
-        mine = ", ".join(importlib.metadata.version(name) for name in sorted(set(names)))
+        mine = ", ".join(importlib.metadata.version(name) for name in _list_owners(package))
         versions[package] = mine or (python if _is_standard(package) else "unknown")
     return versions
+
+
+def _list_owners(package: str) -> list[str]:
+    """Names of the distributions that a package is of; all are read only if none has its name."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        files = importlib.metadata.files(package) or []
+        if any(file.parts[0] in (package, f"{package}.py") for file in files):
+            return [package]
+    return sorted(set(_distributions().get(package, [])))
 
 
 def _is_standard(package: str) -> bool:
@@ -74,13 +85,23 @@ def _find_roots(package: str) -> list[Path]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    paths = sorted(root.rglob("*.py")) if root.is_dir() else [root]
-    for path in paths:
-        skipped = path != root and not _SKIPPED.isdisjoint(path.relative_to(root).parts)
-        if path.suffix == ".py" and not skipped and path.stat().st_size <= LARGEST:
-            try:
-                text = path.read_bytes().decode("utf-8")
-            except UnicodeDecodeError:
-                continue
-            if text.strip():
-                yield path
+    found = [str(root)]
+    if root.is_dir():
+        found = []
+        for folder, inner, names in os.walk(root):
+            inner[:] = [name for name in inner if name not in _SKIPPED]
+            found += [os.path.join(folder, name) for name in names]
+    for path in sorted((x for x in found if x.endswith(".py")), key=lambda x: x.split(os.sep)):
+        with contextlib.suppress(OSError):  # a link to nothing
+            status = os.stat(path)
+            if status.st_size <= LARGEST and _is_text(path, status.st_size, status.st_mtime_ns):
+                yield Path(path)
+
+
+@functools.cache
+def _is_text(path: str, size: int, changed: int) -> bool:
+    """Whether a file, as it was at that time, has text in UTF-8; a run asks three times."""
+    try:
+        return bool(Path(path).read_bytes().decode("utf-8").strip())
+    except UnicodeDecodeError:
+        return False

@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kdjax.device.runtime import TRITON_PRODUCTS
 from kdjax.errors import UserError
 
 _log = logging.getLogger("kdjax")
@@ -203,7 +204,7 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | str] | None:
     """
     if mesh.devices.flat[0].platform != "gpu":
         return None
-    options: dict[str, bool | str] = {"xla_gpu_enable_triton_gemm": False}
+    options: dict[str, bool | str] = {TRITON_PRODUCTS: False}
     if splits_state(mesh):
         options["xla_gpu_collective_permute_mode"] = "COLLECTIVES_PEER_MEMORY"
     return options

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from kdjax.device.runtime import TRITON_PRODUCTS
 from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models.arch import ArchSpec
@@ -516,7 +517,7 @@ def _advance_slots(
     return slots, *gather_rows(found, writer.spread)
 
 
-_advance, _advance_on_cpu = (
+_advance, _advance_on_cpu, _advance_on_gpu = (
     jax.jit(
         _advance_slots,
         static_argnames=("writer", "sampling"),
@@ -524,7 +525,8 @@ _advance, _advance_on_cpu = (
         compiler_options=options,
     )
     # XLA chooses vectors of 256 bits, which take a quarter longer for one row times bf16 as bits.
-    for options in (None, {"xla_cpu_prefer_vector_width": 512})
+    # Triton's products on a GPU, which `runtime` turns off elsewhere, are quicker for few rows.
+    for options in (None, {"xla_cpu_prefer_vector_width": 512}, {TRITON_PRODUCTS: True})
 )
 
 
@@ -825,7 +827,8 @@ class _Engine:
         # A GPU runs the next call while the host reads one; a CPU would only compute it later.
         platform = placement.platform if placement else ""
         self._ahead = int(platform == "gpu")
-        self._call = _advance_on_cpu if platform == "cpu" else _advance
+        calls = {"cpu": _advance_on_cpu, "gpu": _advance_on_gpu}
+        self._call = calls.get(platform, _advance)
 
     def run(self) -> Iterator[int]:
         """Yields the numbers of rows that grew, until all have ended."""

@@ -1,12 +1,13 @@
 """Hooks that write: metrics.jsonl, TensorBoard, trackers of runs, and the terminal."""
 
+import contextlib
 import importlib
 import json
 import math
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -90,6 +91,19 @@ class _Scalars(Hook):
         raise NotImplementedError
 
 
+@contextlib.contextmanager
+def _hiding(module: str) -> Iterator[None]:
+    """Lets imports find no such module; one that is imported already stays."""
+    hidden = module not in sys.modules
+    if hidden:
+        sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[module]
+
+
 class TensorBoard(_Scalars):
     """Scalars for TensorBoard under `workdir/tensorboard`."""
 
@@ -99,7 +113,8 @@ class TensorBoard(_Scalars):
 
     def train_begin(self, run: Run) -> None:
         """Opens the event file; steps after the resumed one are purged."""
-        from tensorboardX.event_file_writer import EventsWriter
+        with _hiding("torch"):  # which tensorboardX imports if it can: seconds
+            from tensorboardX.event_file_writer import EventsWriter
 
         super().train_begin(run)
         with writing(self._folder):
