@@ -1,6 +1,7 @@
 """One opened and one loaded bundle: what each reads, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -175,3 +176,14 @@ def test_a_runs_receipt_names_its_student_and_tokenizer(tmp_path):
     with pytest.raises(MissingFileError, match=r"gone\.gguf: no such file.*--student=PATH"):
         run_sources(tmp_path)
     assert run_sources(tmp_path, given) == (given, "")
+
+
+def test_a_folder_is_named_by_more_than_its_file(tmp_path):
+    """Of two folders both models were called model.safetensors."""
+    golden = Path(__file__).parent / "goldens" / "llama"
+    cached = tmp_path / "models--org--Small-Model" / "snapshots" / (40 * "a")
+    mine = tmp_path / "mine"
+    for folder, name in ((mine, "mine/model.safetensors"), (cached, "hf:org/Small-Model")):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.symlink_to(golden)
+        assert str(open_checkpoint(folder)) == name == load(folder).source

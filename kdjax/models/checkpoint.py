@@ -125,8 +125,19 @@ class Checkpoint:
         if self.saved is not None:
             return f"{self.saved.workdir}, step {self.saved.step}"
         if self.adapters is not None:
-            return f"{self.adapters.name} on {self.table.paths[0].name}"
-        return self.table.paths[0].name
+            return f"{self.adapters.name} on {self.name}"
+        return self.name
+
+    @property
+    def name(self) -> str:
+        """The first file's name, of a folder with the folder's: these files all have one name."""
+        file = self.table.paths[0]
+        if file.suffix != ".safetensors":
+            return file.name
+        folder = file.absolute().parent
+        if (cached := origin(folder)) is not None:  # the folder has the name of a commit
+            return cached.partition("@")[0]
+        return f"{folder.name}/{file.name}"
 
     @property
     def path(self) -> Path:

@@ -442,7 +442,7 @@ def load_model(
     params = _read_params(checkpoint, abstract, placement, weights)
     kind = f"{weights} ({jnp.dtype(dtype).name})"
     rows = checkpoint.spec.vocab_size
-    spec, source = checkpoint.spec, checkpoint.path.name
+    spec, source = checkpoint.spec, checkpoint.name
     if checkpoint.saved is not None:
         source = str(checkpoint.saved.workdir)
     return Model(functions, params, rows, kind, source, spec, placement, checkpoint)
@@ -570,7 +570,7 @@ def load_unembedding(
         params,
         checkpoint.spec.vocab_size,
         kind,
-        checkpoint.path.name,
+        checkpoint.name,
         checkpoint.spec,
         compute.placement,
         checkpoint,
