@@ -728,11 +728,14 @@ def test_a_damaged_time_of_a_step_is_refused(text, tmp_path):
 def test_steps_that_were_stopped_while_they_were_timed_leave_no_time(timed, tmp_path, monkeypatch):
     """A signal ends the run of the steps, which returns; the median of no step is no number."""
 
-    def distill(_, workdir, on_step, **__):
+    def distill(config, workdir, on_step, **__):
+        assert config.smoke.steps > 3 and not workdir.exists()  # nothing is saved
         workdir.mkdir()
         for _ in range(timed):
             on_step(SimpleNamespace(seconds=1.0))
         return "interrupted"
+
+    (tmp_path / "run-1.pace").mkdir()  # of a process that was killed
 
     monkeypatch.setattr(shrink, "distill", distill)
     work = SimpleNamespace(args=SimpleNamespace(seconds=10.0))

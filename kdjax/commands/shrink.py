@@ -13,7 +13,6 @@ the recipe of llama-quantize that is no larger.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -96,7 +95,7 @@ _log = logging.getLogger("kdjax")
 
 _RECIPES = ("q2_k", "q3_k_m", "iq4_xs", "q4_k_m", "q6_k", "q8_0")  # that files are compared with
 # Rates of files below these bits a weight: with more bits there is less to mend (docs/quantize.md).
-_RATES = ((3.6, 2e-5), (4.4, 1e-5), (math.inf, 3e-6))
+_RATES = ((3.6, 1e-5), (4.4, 5e-6), (math.inf, 3e-6))
 _MOST_BITS = 32  # a weight: F32
 _SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
 _WRITING = 0.1  # of that peak, while a model writes
@@ -109,10 +108,6 @@ _RANK = 64  # of adapters, where the masters of a training do not fit
 _FLAGS = {"train.microbatches": "--microbatches"}  # that change no result, but what needs memory
 _READ = 64  # rows that importance and GPTQ read
 _PACE = 6  # steps that are timed for --seconds; the first compiles
-
-
-class _Paced(Exception):
-    """Ends the steps that are timed."""
 
 
 def _parser() -> Parser:
@@ -444,21 +439,18 @@ class _Work:
             if (workdir / CHECKPOINTS).is_dir() and saved_steps(workdir):
                 raise UserError(f"{workdir}: found a run without {pace}. Name another --work.")
 
-            def note(record: Any) -> None:
-                seconds.append(record.seconds)
-                if len(seconds) == _PACE:
-                    raise _Paced
-
-            config.eval.rows, config.train.steps = 1, max(config.train.steps, _PACE + 1)
+            config.train.steps = max(config.train.steps, _PACE)
+            config.smoke.steps, config.eval.rows = _PACE, 1  # a smoke run saves nothing
             trial = workdir.with_name(f"{workdir.name}.pace")
-            with contextlib.suppress(_Paced):
-                distill(config, trial, on_step=note, suits_cpu=True, distributed="off")
+            shutil.rmtree(trial, ignore_errors=True)  # of a process that was killed
+            note = lambda record: seconds.append(record.seconds)  # noqa: E731
+            reason = distill(config, trial, on_step=note, suits_cpu=True, distributed="off")
             shutil.rmtree(trial, ignore_errors=True)
-            if len(seconds) < _PACE:  # a signal ended it
+            if reason != "finished":
                 raise KeyboardInterrupt
             with replacing(pace) as file:
                 file.write(json.dumps({"step": float(np.median(seconds[1:]))}).encode())
-            config.eval.rows = Config().eval.rows
+            config.smoke.steps, config.eval.rows = 0, Config().eval.rows
         remedy = "Remove it, and the same command times the steps anew."
         step = load_json(pace, "a step's seconds", remedy=remedy).get("step")
         if not isinstance(step, float) or not 0 < step < math.inf:
