@@ -179,7 +179,7 @@ def test_a_runs_receipt_names_its_student_and_tokenizer(tmp_path):
 
 
 def test_a_folder_is_named_by_more_than_its_file(tmp_path):
-    """Of two folders both models were called model.safetensors."""
+    """Both models of two folders were called model.safetensors."""
     golden = Path(__file__).parent / "goldens" / "llama"
     cached = tmp_path / "models--org--Small-Model" / "snapshots" / (40 * "a")
     mine = tmp_path / "mine"

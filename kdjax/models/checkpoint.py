@@ -130,7 +130,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The first file's name, of a folder with the folder's: these files all have one name."""
+        """The first file's name, after its folder's for safetensors, which all have one name."""
         file = self.table.paths[0]
         if file.suffix != ".safetensors":
             return file.name
