@@ -238,6 +238,8 @@ def test_what_is_said_to_prompts_is_kept_and_asked_once(models, tmp_path):
     ended = WrittenAnswers(tmp_path / "ended.jsonl", {}, ended=True)
     ended.write(prompts, model, sampling, **fixed)  # each is cut off
     assert ended.asked == 12 and not (tmp_path / "ended.jsonl").read_text()
+    said = "12 of 12 prompts answered, 0 answers kept, 12 left out: empty or cut off; "
+    assert ended.describe(12).startswith(said)
 
 
 def test_a_kill_behind_the_first_answers_is_no_file_of_anothers(models, tmp_path, monkeypatch):

@@ -176,10 +176,12 @@ class WrittenAnswers(_Answers):
         self._save(asked=self.asked)
 
     def describe(self, count: int) -> str:
-        """One line: how many of `count` prompts were answered, and how fast."""
-        speed = f"; {self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
+        """One line: how many of `count` prompts were answered, what was left out, how fast."""
+        speed = f"; {self._tokens / self._seconds:,.1f} tokens/s" if self._seconds else ""
         done = f"{self.asked:,} of {max(count, self.asked):,} prompts answered"
-        return f"{done}, {len(self._lines):,} answers kept{speed}"
+        out, why = self.asked * self._samples - len(self._lines), "empty or cut off"
+        left = f", {out:,} left out: {why if self._ended else 'empty'}" if out else ""
+        return f"{done}, {len(self._lines):,} answers kept{left}{speed}"
 
 
 class VerifiedAnswers(_Answers):
