@@ -287,6 +287,15 @@ def test_products_are_left_to_cublas_unless_the_user_says(not_started, device, b
     assert "XLA_FLAGS" not in run()[1]  # without a GPU
 
 
+def test_xla_knows_the_flags_that_are_set():
+    """XLA ends a process whose XLA_FLAGS it does not know."""
+    own = {"JAX_PLATFORMS": "cpu"} | runtime._leave_products_to_cublas({})
+    code = "import jax; print(jax.jit(lambda x: x + 1)(1))"
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, env=os.environ | own, capture_output=True, text=True)
+    assert done.stdout == "2\n", done.stderr
+
+
 def test_a_broken_driver_warns_and_changes_nothing(not_started, warnings_logged):
     result, environ = run(SILENT, note="cuInit returned 999")
     assert set(environ) == {"JAX_COMPILATION_CACHE_DIR"} and not result.settings

@@ -33,8 +33,10 @@ ROWS = {
     "3.12": ("3.12", False),
     "3.13": ("3.13", False),
 }
-# Losses, steps, kernels interpreted, a run, resuming, text, downloads.
-_CORE = "losses cached_loss step optim kernels delta_kernels run states generate defaults hub"
+# Losses, steps, kernels interpreted, a run, resuming, text, downloads, settings of JAX and XLA.
+_CORE = (
+    "losses cached_loss step optim kernels delta_kernels run states generate defaults hub runtime"
+)
 # What of them meets an API of JAX, Flax, Orbax or Transformers that nothing else here does; by the
 # others' numbers CI judges on 3.11. Two fifths of their seconds.
 _SURFACE = {
@@ -44,6 +46,7 @@ _SURFACE = {
     "delta_kernels": "",
     "defaults": "",
     "hub": "test_a_folder_is_uploaded_as_it_was_exported",
+    "runtime": "test_xla_knows_the_flags_that_are_set",
     "losses": "test_gradient_is_analytic_and_agrees_with_autodiff "
     "test_evaluation_sums_match_the_oracle test_training_never_holds_all_logits",
     "cached_loss": "test_all_ids_cached_is_the_full_loss",
