@@ -532,7 +532,11 @@ def test_sizes_that_no_file_can_have_are_refused(exact, text, tmp_path, capsys, 
             patch.setattr(choice, name, ("Q2_K",))
         assert run(exact, text, tmp_path, "--size=10kB") == 2
         said = capsys.readouterr().err
-        assert re.search(r"\d MB, of which \d+ matrices stay F16: no block type fits rows of", said)
+        assert re.search(r"\d\), of which \d+ matrices stay F16: no block type fits rows of", said)
+    assert run(exact, text, tmp_path, "--bits=2") == 2
+    bits = re.search(r"has [\d.]+ MB \((--bits=[\d.]+)\)\. Raise", capsys.readouterr().err)
+    assert run(exact, text, tmp_path, "--plan", "--no-train", bits[1]) == 0
+    capsys.readouterr()
     assert run(exact, text, tmp_path, "--plan", "--no-train", "--bits=6") == 0
     said = capsys.readouterr().out
     assert re.search(

@@ -211,9 +211,11 @@ def _find_goal(args: argparse.Namespace, checkpoint: Checkpoint) -> _Goal:
     source = sum(path.stat().st_size for path in checkpoint.table.paths)
     given = f"{goal.nbytes / 1e6:,.1f} MB"
     if goal.matrices < least:
+        bits = math.ceil(800 * least / count_weights(spec)) / 100  # that --bits takes
         raise UserError(
             f"found a size of {given}; the smallest mixture of types that can be written has "
-            f"{(least + rest) / 1e6:,.1f} MB{_name_unfitting(spec)}. Raise the size."
+            f"{(least + rest) / 1e6:,.1f} MB (--bits={bits:.2f}){_name_unfitting(spec)}. Raise the "
+            "size."
         )
     if goal.nbytes >= source:
         raise UserError(
