@@ -226,6 +226,29 @@ def test_sentencepiece_survives_a_folder_and_a_file(tmp_path, prefix):
         assert (got[: len(expected)] if isinstance(got, list) else got) == expected, key
 
 
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_a_folder_that_puts_fewer_spaces_than_llama_cpp_is_written_and_said(
+    tmp_path, caplog, scheme
+):
+    """Folders that newer Transformers saves; what differs elsewhere is refused as ever."""
+    values = sentencepiece()
+    vocabulary.write_hf(from_gguf(values, "x"), TokenizerFiles(None, values), tmp_path, 64)
+    path = tmp_path / "tokenizer.json"
+    described = json.loads(path.read_text()) | {"normalizer": None}
+    marks = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    path.write_text(json.dumps(described | {"pre_tokenizer": marks}))
+    folder = load_tokenizer(tmp_path)
+    written = vocabulary.gguf_values(folder, TokenizerFiles(tmp_path, {}), folder.vocab_size)
+    assert folder.encode(" the") == folder.encode("the")
+    back = from_gguf(written, "y")
+    assert back.encode("the cat") == folder.encode("the cat")
+    assert back.encode(" the") != folder.encode(" the")
+    assert compare_tokenizers(folder, back) == []
+    assert "Ids differ for texts that begin with spaces, such as '  leading" in caplog.text
+    other = from_gguf(written | {"tokenizer.ggml.add_space_prefix": False}, "z")
+    assert any("DON'T" in problem for problem in compare_tokenizers(folder, other))
+
+
 def test_sentencepiece_vocabularies_are_proven_to_align():
     teacher = from_gguf(sentencepiece(), "x")
     assert align(300, 320, teacher, teacher).real == teacher.vocab_size

@@ -164,6 +164,11 @@ def puts_space(encoder: Encoder) -> bool:
     return '"Prepend"' in steps or ('"Metaspace"' in steps and not never)
 
 
+def puts_one_space(encoder: Encoder) -> bool:
+    """Whether that space is left out of a text that begins with one; llama.cpp puts it always."""
+    return puts_space(encoder) and '"Prepend"' not in encoder.to_str()
+
+
 def spell(encoder: Encoder, tokens: Sequence[str]) -> tuple[str, ...]:
     """Tokens as merges spell them: files write SentencePiece's user-defined ones with spaces."""
     if not is_sentencepiece(encoder):
