@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _SPACES = (
     "the file's tokenizer puts a space before every text and after special tokens, as llama.cpp "
-    "does; the source's only before a text without one. Ids differ for texts that begin with spaces"
+    "does; the source's only before a text without one. Ids differ at such places, as in"
 )
 # Texts whose ids and text must not change, for any vocabulary.
 _SAMPLES = (
@@ -216,5 +216,5 @@ def compare_tokenizers(source: Tokenizer, written: Tokenizer) -> list[str]:
         known = [x for x in odd if x.startswith(" ") or any(token in x for token in added)]
         odd = [text for text in odd if text not in known]
         if known:
-            _log.warning("%s, such as %r", _SPACES, known[0])
+            _log.warning("%s %r", _SPACES, known[0])
     return problems + [f"other ids or text for {text!r}" for text in odd]
