@@ -613,6 +613,20 @@ def test_what_would_fail_late_is_refused_before_a_model_is_read(
     assert source.read_bytes() == before
 
 
+def test_a_tokenizer_that_no_gguf_file_has_is_refused_before_a_model_is_read(
+    exact, text, tmp_path, capsys, monkeypatch
+):
+    def refuse(checkpoint):
+        raise UserError(f"{checkpoint}: odd")
+
+    monkeypatch.setattr(shrink, "check_gguf_tokenizer", refuse)
+    monkeypatch.setattr(shrink, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    for more in ("--plan", "--no-train"):
+        assert run(exact, text, tmp_path, BITS, more) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == "error: student.gguf: odd"
+    assert not (tmp_path / "small.shrink").exists()
+
+
 @pytest.mark.parametrize("name", ["small.gguf", "own"])
 def test_a_model_with_numbers_that_are_not_finite_is_refused_before_it_works(
     name, models, text, tmp_path, capsys, monkeypatch
@@ -908,6 +922,7 @@ def test_a_7b_is_planned_from_its_header(tmp_path, capsys, monkeypatch):
     # The header has no tokenizer: its matrices alone are counted.
     named = lambda x: x if isinstance(x, Mixture) else Mixture.named(x, header.spec)  # noqa: E731
     monkeypatch.setattr(shrink, "count_gguf_bytes", lambda _, types: named(types).nbytes)
+    monkeypatch.setattr(shrink, "check_gguf_tokenizer", lambda _: None)
     plan = [str(header.table.paths[0]), "--out=small.gguf", "--like=q8_0", "--no-train", "--plan"]
     assert shrink.main([*plan, "--device=H200"]) == 0
     said = capsys.readouterr().out

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from transformers.convert_slow_tokenizer import generate_merges
 
+import kdjax
 from kdjax.errors import UserError
 from kdjax.evaluation.health.detectors import tokenizer_order, tokenizer_round_trip
 from kdjax.export import vocabulary
+from kdjax.export.formats import check_gguf_tokenizer
 from kdjax.export.vocabulary import compare_tokenizers
 from kdjax.models.encoders import (
     BYTE,
@@ -247,6 +249,23 @@ def test_a_folder_that_puts_fewer_spaces_than_llama_cpp_is_written_and_said(
     assert "as llama.cpp does; the source's only before a text without one" in caplog.text
     other = from_gguf(written | {"tokenizer.ggml.add_space_prefix": False}, "z")
     assert any("DON'T" in problem for problem in compare_tokenizers(folder, other))
+
+
+def test_a_folder_that_no_gguf_header_describes_is_named(tmp_path):
+    values = sentencepiece()
+    source = from_gguf(values, "x")
+    demo = kdjax.open_checkpoint(Path(kdjax.__file__).parent / "demo" / "student.gguf")
+    for normalizer in ([], [{"type": "Lowercase"}]):
+        vocabulary.write_hf(source, TokenizerFiles(None, values), tmp_path, 64)
+        path = tmp_path / "tokenizer.json"
+        described = json.loads(path.read_text())
+        described["normalizer"]["normalizers"] += normalizer
+        path.write_text(json.dumps(described))
+        checkpoint = dataclasses.replace(demo, tokenizer_path=str(tmp_path))
+        if not normalizer:
+            check_gguf_tokenizer(checkpoint)
+    with pytest.raises(UserError, match="cannot describe, which would have other ids or text for"):
+        check_gguf_tokenizer(checkpoint)
 
 
 def test_sentencepiece_vocabularies_are_proven_to_align():

@@ -65,7 +65,7 @@ from kdjax.evaluation.costs import (
 from kdjax.evaluation.own_text import LONGEST, QUESTION, OwnText
 from kdjax.export import export_gguf
 from kdjax.export.card import begin_card, check_card, place_card, show_bound, show_number
-from kdjax.export.formats import count_gguf_bytes
+from kdjax.export.formats import check_gguf_tokenizer, count_gguf_bytes
 from kdjax.export.staging import check_sources, check_target, stage
 from kdjax.export.weights import check_finite
 from kdjax.formats.files import bad, check_place, load_json, replacing
@@ -190,8 +190,9 @@ class _Goal:
 
 
 def _prepare(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[Checkpoint, _Goal]:
-    """Ties the head and finds the bytes; raises `UserError` for costs of another model."""
+    """Ties the head, checks tokenizer and costs, and finds the bytes; raises `UserError`."""
     checkpoint = _tie_head(checkpoint)
+    check_gguf_tokenizer(checkpoint)
     if args.costs is not None:
         check_costs(args.costs, checkpoint.spec)
     return checkpoint, _find_goal(args, checkpoint)

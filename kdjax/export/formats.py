@@ -33,7 +33,7 @@ from kdjax.models.mixture import Mixture
 from kdjax.models.model import Model, check_model
 from kdjax.models.names import list_fused
 from kdjax.models.ropes import rope_tensors
-from kdjax.models.tokenizer import Tokenizer, TokenizerFiles
+from kdjax.models.tokenizer import Tokenizer, TokenizerFiles, from_gguf
 from kdjax.models.weights import Adapted
 
 HF_TYPES = ("f32", "bf16", "f16")
@@ -263,6 +263,19 @@ def _list_gguf(
     for name, divisors in rope_tensors(spec.rope, spec.head_dim).items():
         rows.append((name, "F32", divisors.shape, divisors.view(np.uint8)))
     return metadata, rows
+
+
+def check_gguf_tokenizer(checkpoint: Checkpoint) -> None:
+    """Raises `UserError` for the tokenizer of a folder whose ids no GGUF header can give."""
+    tokenizer, files = checkpoint.tokenizer, checkpoint.tokenizer_files
+    if files.folder is None:
+        return
+    values = vocabulary.gguf_values(tokenizer, files, checkpoint.spec.vocab_size)
+    if odd := vocabulary.compare_tokenizers(tokenizer, from_gguf(values, str(checkpoint))):
+        raise UserError(
+            f"{files.folder}: found a tokenizer that a GGUF file cannot describe, which would have "
+            f"{odd[0]}. Give the model as a GGUF file that llama.cpp's converter made."
+        )
 
 
 def count_gguf_bytes(checkpoint: Checkpoint, dtype: str | Mixture) -> int:
