@@ -85,6 +85,7 @@ if not hasattr(mlir, "_thread_local_context"):  # a later JAX does it by itself
 # what is free lies in 16 of them, and blocks of 256 kB and more are returned when they are freed.
 _libc = ctypes.CDLL(None)
 _trim = getattr(_libc, "malloc_trim", lambda _: 0)
+_trim = getattr(_libc, "MallocExtension_ReleaseFreeMemory", _trim)  # tcmalloc's: .ci/run loads it
 if hasattr(_libc, "mallopt"):
     _libc.mallopt(-8, 2)  # M_ARENA_MAX
     _libc.mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD
