@@ -278,6 +278,8 @@ def test_configuring_twice_changes_nothing(not_started):
         (None, "--xla_gpu_enable_triton_gemm=false"),
         ("--xla_dump_to=d", "--xla_dump_to=d --xla_gpu_enable_triton_gemm=false"),
         ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=true"),
+        (" ", "--xla_gpu_enable_triton_gemm=false"),
+        ("flags.txt", "flags.txt"),  # XLA reads them from there
     ],
 )
 @pytest.mark.parametrize("device", [H200, GB10])
