@@ -1,5 +1,8 @@
 """Writers of a run's lines and files, driven without a run."""
 
+import concurrent.futures
+import functools
+import importlib
 import io
 import json
 import logging
@@ -70,6 +73,21 @@ def test_scalars_are_written_without_importing_torch(tmp_path):
         text=True,
     )
     assert done.stdout.split() == ["imported"], done.stderr  # by the last line alone
+
+
+def test_a_module_is_hidden_from_one_thread_alone(tmp_path, monkeypatch):
+    """A program may import PyTorch in another thread while a run begins."""
+    (tmp_path / "seldom_imported.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "seldom_imported", raising=False)
+    load = functools.partial(importlib.import_module, "seldom_imported")
+    with writers._hiding("seldom_imported"):
+        with pytest.raises(ImportError):
+            load()
+        with concurrent.futures.ThreadPoolExecutor() as other:
+            found = other.submit(load).result()
+        assert load() is found
+    assert load() is found
 
 
 def test_the_first_step_says_where_the_seconds_of_the_start_went(tmp_path):

@@ -1,11 +1,13 @@
 """Hooks that write: metrics.jsonl, TensorBoard, trackers of runs, and the terminal."""
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -91,17 +93,28 @@ class _Scalars(Hook):
         raise NotImplementedError
 
 
+@dataclasses.dataclass(frozen=True)
+class _Hidden:
+    """Hides a module from imports of one thread; one that is imported already stays."""
+
+    module: str
+    thread: int
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Raises for the hidden module; other finders look for all else."""
+        if name == self.module and threading.get_ident() == self.thread:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 @contextlib.contextmanager
 def _hiding(module: str) -> Iterator[None]:
-    """Lets imports find no such module; one that is imported already stays."""
-    hidden = module not in sys.modules
-    if hidden:
-        sys.modules[module] = None  # type: ignore[assignment]
+    """Lets imports of this thread find no such module; others may import it meanwhile."""
+    hidden = _Hidden(module, threading.get_ident())
+    sys.meta_path.insert(0, hidden)
     try:
         yield
     finally:
-        if hidden:
-            del sys.modules[module]
+        sys.meta_path.remove(hidden)
 
 
 class TensorBoard(_Scalars):
