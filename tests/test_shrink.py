@@ -1043,16 +1043,18 @@ def test_adapters_train_where_masters_do_not_fit(exact, text, tmp_path, capsys, 
     full, seen = "student, float32 masters", "student, rounded, "
     for memory, flag, status, parts in (
         ("8MB", "", 0, ["adapters, float32", f"{seen}bfloat16"]),
-        ("8MB", "--rank=0", 2, ["error: this run does not fit"]),
+        ("8MB", "--rank=0", 2, ["error: this run does not fit", "more than there are. Leave"]),
+        ("16MB", "--rank=0 --batch-size=64", 2, ["It would fit with --microbatches=64 (0."]),
         ("5MB", "", 2, ["adapters, float32", " too much; "]),  # the plan of what needs least
         ("20MB", "", 0, [full, f"{seen}float32"]),
         ("20MB", "--rank=2", 0, ["adapters, float32", f"{seen}bfloat16"]),
     ):
-        flags = ["--plan", "--device=H100", f"--memory={memory}", *filter(None, [flag])]
+        flags = ["--plan", "--device=H100", f"--memory={memory}", *flag.split()]
         assert run(exact, text, tmp_path, "--like=q4_0", *flags) == status, flags
         said = "".join(capsys.readouterr())
         assert all(part in said for part in parts), (flags, said)
         assert "student, packed" not in said  # the teacher has these arrays
+        assert "error" not in said or "--config" not in said  # flags that the command lacks
     assert run(exact, text, tmp_path, "--like=q4_0", "--rank=999") == 2
     assert "found rank 999 for adapters; expected 1 to" in capsys.readouterr().err
     config, real = [], shrink.distill

@@ -43,7 +43,7 @@ from kdjax.commands.parsing import (
     started,
 )
 from kdjax.commands.plan import add_machine_flags, find_machine, print_plan, survey_headers
-from kdjax.config import SELF, Config, validate
+from kdjax.config import SELF, Config, flatten, validate
 from kdjax.data.fields import Fields
 from kdjax.data.pipeline import TextSource, eval_batches
 from kdjax.data.rows import RowSet
@@ -89,6 +89,8 @@ from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
 from kdjax.training.job import survey
 from kdjax.training.memory import Plan
+from kdjax.training.pair import Pair
+from kdjax.training.plan import find_least, write_flags
 from kdjax.watch.run import distill
 
 _log = logging.getLogger("kdjax")
@@ -515,34 +517,48 @@ def _count_free(mixture: Mixture, checkpoint: Checkpoint) -> int:
 def _choose_rank(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
     """Rank of the adapters that train: of --rank, or 0 for all numbers where those fit.
 
-    Raises `UserError` for a rank that the model cannot have, and flags that no run can have.
+    Raises `UserError` for a rank that the model cannot have, flags that no run can have, and for
+    all numbers where they do not fit and adapters are not asked for or cannot be had.
     """
     if args.train:
         validate(_make_config(args, checkpoint.spec, _find_recipe(args, checkpoint, 0)))
-    if args.rank is not None or not args.train:
+    if args.rank or not args.train:
         if args.rank and args.train:
             choose_lora(checkpoint.spec, args.rank)
         return args.rank or 0
 
-    def plan(rank: int) -> Plan:
+    def plan(rank: int) -> tuple[Config, Placement, Pair, Plan]:
         trial = argparse.Namespace(**vars(args) | {"rank": rank})
         config = _make_config(trial, checkpoint.spec, _find_recipe(args, checkpoint, 0))
         config.teacher.weights = "packed"  # a kind by name is planned and not refused
-        return survey(config, whole=False, machine=args.machine)[2]
+        return config, *survey(config, whole=False, machine=args.machine)
 
-    full = plan(0)
+    config, placement, pair, full = plan(0)
     if not full.missing:
         return 0
-    try:
-        lean = plan(_RANK)
-    except UserError:  # such a model has no adapters
-        return 0
-    _log.info(  # if they do not fit either, the run says what would
-        "to train all numbers takes %.2f GB, %.2f more than there are: adapters of rank %d train "
-        "under rounding, which takes %.2f (--rank)",
-        *(full.needed / 1e9, full.missing / 1e9, _RANK, lean.needed / 1e9),
+    needs = "to train all numbers takes %.2f GB, %.2f more than there are"
+    sizes = full.needed / 1e9, full.missing / 1e9
+    other = "Leave --rank out to train adapters"
+    if args.rank is None:
+        try:
+            lean = plan(_RANK)[-1]
+        except UserError:
+            other = "Such a model has no adapters: take a larger device"
+        else:
+            _log.info(  # if they do not fit either, the run says what would
+                f"{needs}: adapters of rank %d train under rounding, which takes %.2f (--rank)",
+                *(*sizes, _RANK, lean.needed / 1e9),
+            )
+            return _RANK
+    devices = args.machine.summary if args.machine else runtime.device_summary()
+    least, changes = find_least(config, pair, placement.mesh, devices, full.kind, _FLAGS)
+    flags = write_flags(changes, flatten(config), _FLAGS)
+    fits = (
+        ""
+        if least.missing or not flags
+        else f"It would fit with {flags} ({least.needed / 1e9:.2f} GB). "
     )
-    return _RANK
+    raise UserError(f"this run does not fit: {needs % sizes}. {fits}{other}, or give --no-train.")
 
 
 def _fit_slots(spec: ArchSpec, devices: runtime.Devices) -> int:
