@@ -377,6 +377,21 @@ def test_few_answers_are_warned_of_before_a_model_is_loaded(caplog):
     assert said.startswith("--answers=71: ") and "; 72 nearly always leave one" in said
 
 
+@pytest.mark.parametrize("given, told", [(1, "1 prompt; expected two"), (5, "5 prompts: ")])
+def test_few_prompts_are_told_of_before_a_model_is_loaded(
+    models, tmp_path, capsys, monkeypatch, given, told
+):
+    """A prompt that comes twice has one answer."""
+    lines = [json.dumps({"text": f"{i} dogs sat there and {i} came"}) for i in (0, *range(given))]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(draft, "_answer", lambda _: 3)
+    model = str(models / "student.gguf")
+    files = [f"--out={tmp_path}/o.gguf", f"--prompts={tmp_path}/p.jsonl"]
+    flags = ["--kind=small", f"--draft={model}", *files]
+    assert draft.main([model, *flags]) == (2 if given == 1 else 3)
+    assert f"p.jsonl: found {told}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_new_block_begins_where_the_file_has_none(config, tmp_path):
     write_random_gguf(tmp_path / "n.gguf", SHAPE._replace(drafts=0), recipe="q8_0")

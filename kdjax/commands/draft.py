@@ -20,6 +20,7 @@ on from there. The training is a run of `kdjax train`: --config.FIELD=VALUE sets
 
 import argparse
 import dataclasses
+import itertools
 import logging
 import os
 import shlex
@@ -49,6 +50,7 @@ from kdjax.config import DSPARK, EAGLE3, NEW, OWN_BLOCK, SELF, Config, set_field
 from kdjax.data.fields import Fields
 from kdjax.data.rows import count_enough
 from kdjax.data.sources import find_files
+from kdjax.data.text import openings
 from kdjax.device import cluster, sharding
 from kdjax.errors import FINISHED, UserError, reporting
 from kdjax.evaluation import drafting
@@ -316,19 +318,33 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
         find_files(args.data or args.prompts, Fields.parse(args.fields))
         kind.check_models(args)
         if not (args.data or config.data.heldout):
-            _check_answers(args.answers, config.data.heldout_fraction)
+            share = config.data.heldout_fraction
+            _check_answers(args.answers, share)
+            _check_answers(_count_prompts(args, count_enough(share)), share, args.prompts)
     return RunCommand(args, config, "draft", {})
 
 
-def _check_answers(count: int, share: float) -> None:
+def _count_prompts(args: argparse.Namespace, most: int) -> int:
+    """Counts the prompts that MODEL has room to answer, up to `most`."""
+    served, fields = open_checkpoint(_served(args)), Fields.parse(args.fields)
+    files, tokenizer = find_files(args.prompts, fields), served.tokenizer
+    read = [*itertools.islice(openings(files, tokenizer, fields), most)]
+    room = served.spec.max_positions - args.max_tokens
+    return most if len(read) == most else len(drafting.begin_each(read, tokenizer, room))
+
+
+def _check_answers(count: int, share: float, prompts: str = "") -> None:
     """Warns of answers of which none may be held out; raises `UserError` for a single one."""
+    found = (
+        f"{prompts}: found {count} prompt{'s' * (count > 1)}" if prompts else f"--answers={count}"
+    )
     if count == 1:
-        raise UserError("--answers=1: expected two or more, to train on and to judge by.")
-    if count < (enough := count_enough(share)):
+        raise UserError(f"{found}; expected two or more, to train on and to judge by.")
+    if 0 < count < (enough := count_enough(share)):
         _log.warning(
-            "--answers=%d: data.heldout_fraction=%g may hold none of them out, which ends the "
-            "command; %d nearly always leave one",
-            *(count, share, enough),
+            "%s: data.heldout_fraction=%g may hold none of them out, which ends the command; %d "
+            "nearly always leave one",
+            *(found, share, enough),
         )
 
 
