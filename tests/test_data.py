@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdjax import progress
 from kdjax.config import Config, DataConfig
-from kdjax.data import pipeline, rows, sources, text
+from kdjax.data import installed, pipeline, rows, sources, text
 from kdjax.data.installed import package_versions
 from kdjax.data.rows import Rows
 from kdjax.errors import MissingFileError, UserError
@@ -622,6 +622,19 @@ def test_versions_of_packages(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "packages_distributions", None)  # 0.6 s of a start
     assert package_versions(["jax", "numpy"])["jax"] == jax.__version__
     monkeypatch.setattr(importlib.metadata, "packages_distributions", whole)
+
+
+def test_a_namespace_has_the_versions_of_all_its_distributions(tmp_path, monkeypatch):
+    """One of them has the namespace's name."""
+    for name, version, file in (("shared", 1, "shared/one.py"), ("other", 2, "shared/two.py")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        (folder / "RECORD").write_text(f"{file},,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed._distributions.cache_clear()
+    assert package_versions(["shared"]) == {"shared": "2, 1"}
+    installed._distributions.cache_clear()
 
 
 def chat(*turns):

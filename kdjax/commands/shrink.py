@@ -518,7 +518,7 @@ def _choose_rank(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
     """Rank of the adapters that train: of --rank, or 0 for all numbers where those fit.
 
     Raises `UserError` for a rank that the model cannot have, flags that no run can have, and for
-    all numbers where they do not fit and adapters are not asked for or cannot be had.
+    all numbers where they do not fit, with --rank=0 or for a model that has no adapters.
     """
     if args.train:
         validate(_make_config(args, checkpoint.spec, _find_recipe(args, checkpoint, 0)))

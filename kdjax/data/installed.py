@@ -46,10 +46,13 @@ def package_versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _list_owners(package: str) -> list[str]:
-    """Names of the distributions that a package is of; all are read only if none has its name."""
+    """Names of the distributions that a package is of.
+
+    All are read only if none of its name has its first file, as none of a namespace does.
+    """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         files = importlib.metadata.files(package) or []
-        if any(file.parts[0] in (package, f"{package}.py") for file in files):
+        if any(str(file) in (f"{package}/__init__.py", f"{package}.py") for file in files):
             return [package]
     return sorted(set(_distributions().get(package, [])))
 
