@@ -735,11 +735,33 @@ def test_two_calls_do_not_share_a_work_folder(exact, text, tmp_path, capsys, mon
 
 
 @pytest.mark.parametrize("text", ['{"step', "[1.0]", "{}", '{"step": 0.0}', '{"step": NaN}'])
-def test_a_damaged_time_of_a_step_is_refused(text, tmp_path):
+def test_a_damaged_time_of_a_step_is_refused(text, tmp_path, monkeypatch):
     (tmp_path / "run-1.pace.json").write_text(text)
+    (tmp_path / "run-1" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(shrink, "saved_steps", lambda _: [0])
     work = SimpleNamespace(args=SimpleNamespace(seconds=10.0))
-    with pytest.raises(UserError, match=r"run-1.pace.json: found a step.* Remove it, and the same"):
+    with pytest.raises(
+        UserError, match=r"run-1.pace.json: found a step.* Remove it and .*run-1, and"
+    ):
         shrink._Work._fit_steps(work, kdjax.Config(), tmp_path / "run-1")
+
+
+@pytest.mark.parametrize(("saved", "steps"), [([], 5), ([0], 10)])
+def test_a_time_counts_for_the_run_that_began_with_it(saved, steps, tmp_path, monkeypatch):
+    """A call that was stopped before the run saved may have had another --batch-size."""
+    (tmp_path / "run-1.pace.json").write_text('{"step": 1.0}')
+    (tmp_path / "run-1" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(shrink, "saved_steps", lambda _: saved)
+
+    def distill(*_, on_step, **__):
+        for seconds in (9.0, 2.0, 2.0):  # the first compiles
+            on_step(SimpleNamespace(seconds=seconds))
+        return "finished"
+
+    monkeypatch.setattr(shrink, "distill", distill)
+    config, work = kdjax.Config(), SimpleNamespace(args=SimpleNamespace(seconds=10.0))
+    shrink._Work._fit_steps(work, config, tmp_path / "run-1")
+    assert config.train.steps == steps and not config.smoke.steps
 
 
 @pytest.mark.parametrize("timed", [0, 1, 3])

@@ -438,12 +438,15 @@ class _Work:
         return read_model(best), f"trained{f' by adapters of rank {rank}' * bool(rank)}"
 
     def _fit_steps(self, config: Config, workdir: Path) -> None:
-        """Sets the number of steps that fit into --seconds; times a few of them once."""
-        pace, seconds = workdir.with_name(f"{workdir.name}.pace.json"), []
-        if not pace.exists():
-            if (workdir / CHECKPOINTS).is_dir() and saved_steps(workdir):
-                raise UserError(f"{workdir}: found a run without {pace}. Name another --work.")
+        """Sets the number of steps that fit into --seconds; times a few of them.
 
+        A run that has saved goes on with the time that it began with.
+        """
+        pace, seconds = workdir.with_name(f"{workdir.name}.pace.json"), []
+        saved = (workdir / CHECKPOINTS).is_dir() and saved_steps(workdir)
+        if saved and not pace.exists():
+            raise UserError(f"{workdir}: found a run without {pace}. Name another --work.")
+        if not saved:  # a time may be of another --batch-size, or machine
             config.train.steps = max(config.train.steps, _PACE)
             config.smoke.steps, config.eval.rows = _PACE, 1  # a smoke run saves nothing
             trial = workdir.with_name(f"{workdir.name}.pace")
@@ -456,7 +459,7 @@ class _Work:
             with replacing(pace) as file:
                 file.write(json.dumps({"step": float(np.median(seconds[1:]))}).encode())
             config.smoke.steps, config.eval.rows = 0, Config().eval.rows
-        remedy = "Remove it, and the same command times the steps anew."
+        remedy = f"Remove it and {workdir}, and the same command times the steps anew."
         step = load_json(pace, "a step's seconds", remedy=remedy).get("step")
         if not isinstance(step, float) or not 0 < step < math.inf:
             raise bad(pace, f"a step of {step!r} seconds", "a number above 0", remedy)
