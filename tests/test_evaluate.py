@@ -990,7 +990,7 @@ def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mes
         assert np.array_equal(np.asarray(leaf), array), name
     one = open_checkpoint(work / "checkpoints" / "1", student=tiny_config.student.path).saved
     assert one is not None and one.step == 1 and one.workdir == work
-    with pytest.raises(UserError, match="--student is not the model"):
+    with pytest.raises(UserError, match="This run began with another model"):
         open_target(str(work), tiny_config.teacher.path).load(mesh)
     status, _, printed = command(work)
     assert status == 2 and "name it with --student=PATH" in printed.err
