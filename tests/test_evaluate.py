@@ -993,7 +993,7 @@ def test_a_workdir_is_opened_at_its_newest_checkpoint(tiny_config, tmp_path, mes
     with pytest.raises(UserError, match="This run began with another model"):
         open_target(str(work), tiny_config.teacher.path).load(mesh)
     status, _, printed = command(work)
-    assert status == 2 and "name it with --student=PATH" in printed.err
+    assert status == 2 and "the run's student.path: --student=PATH, or base=" in printed.err
     named = {"student": {"path": tiny_config.student.path}, "data": {"tokenizer": ""}}
     (work / "receipt.json").write_text(json.dumps({"config": named, "cwd": "/"}))
     assert (newest := open_target(str(work)).checkpoint.saved) is not None and newest.step == 2
