@@ -13,6 +13,7 @@ the recipe of llama-quantize that is no larger.
 """
 
 import argparse
+import copy
 import dataclasses
 import functools
 import gc
@@ -447,18 +448,18 @@ class _Work:
         if saved and not pace.exists():
             raise UserError(f"{workdir}: found a run without {pace}. Name another --work.")
         if not saved:  # a time may be of another --batch-size, or machine
-            config.train.steps = max(config.train.steps, _PACE)
-            config.smoke.steps, config.eval.rows = _PACE, 1  # a smoke run saves nothing
+            timed = copy.deepcopy(config)
+            timed.train.steps = max(timed.train.steps, _PACE)
+            timed.smoke.steps, timed.eval.rows = _PACE, 1  # a smoke run saves nothing
             trial = workdir.with_name(f"{workdir.name}.pace")
             shutil.rmtree(trial, ignore_errors=True)  # of a process that was killed
             note = lambda record: seconds.append(record.seconds)  # noqa: E731
-            reason = distill(config, trial, on_step=note, suits_cpu=True, distributed="off")
+            reason = distill(timed, trial, on_step=note, suits_cpu=True, distributed="off")
             shutil.rmtree(trial, ignore_errors=True)
             if reason != "finished":
                 raise KeyboardInterrupt
             with replacing(pace) as file:
                 file.write(json.dumps({"step": float(np.median(seconds[1:]))}).encode())
-            config.smoke.steps, config.eval.rows = 0, Config().eval.rows
         remedy = f"Remove it and {workdir}, and the same command times the steps anew."
         step = load_json(pace, "a step's seconds", remedy=remedy).get("step")
         if not isinstance(step, float) or not 0 < step < math.inf:
