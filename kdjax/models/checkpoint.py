@@ -532,8 +532,7 @@ def _open_step_beside(
         raise UserError(
             f"{source} has SHA-256 {source.sha256}; expected {identity['student.sha256']}, of the "
             f"base that the {what} of {workdir}, step {step}, were trained on: they are nothing "
-            "without it. Put that file back, or say where it is: "
-            f"{_NAME_BASE}."
+            f"without it. Put that file back, or say where it is: {_NAME_BASE}."
         )
     base = cut_layers(source, split_layers(identity.get("student.layers", "")))
     base = dataclasses.replace(base, spec=tie_head(base, identity.get("student.head", "auto")))
@@ -589,8 +588,7 @@ def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[
     if not Path(student).exists():
         raise MissingFileError(
             f"{student}: no such file or folder; expected the student that the run in {workdir} "
-            "began with, for its config and tokenizer. Say where it is now: "
-            f"{_NAME_BASE}."
+            f"began with, for its config and tokenizer. Say where it is now: {_NAME_BASE}."
             f"{suggest_path(student)}"
         )
     ours = "" if tokenizer else fetch_path(receipt.get("tokenizer", ""), TOKENIZER)
