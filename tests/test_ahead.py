@@ -19,11 +19,21 @@ def double(x):
     return 2 * x
 
 
-def test_a_program_is_compiled_before_its_arguments_exist():
-    traced = []
+def test_a_program_is_traced_at_once_and_compiled_by_a_thread(monkeypatch):
+    """Before its arguments exist; nothing else that runs in Python takes turns with its tracing."""
+    traced, compiled, may_compile = [], [], threading.Event()
+
+    def wait(lowered, compile=jax.stages.Lowered.compile):
+        may_compile.wait()
+        compiled.append(threading.current_thread())
+        return compile(lowered)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", wait)
     ahead = Ahead(jax.jit(lambda x: traced.append(threading.current_thread()) or 2 * x), SHAPE)
+    assert traced == [threading.current_thread()] and not compiled
+    may_compile.set()
     assert np.array_equal(ahead(jnp.arange(4.0)), [0, 2, 4, 6])
-    assert len(traced) == 1 and traced[0] is not threading.current_thread()
+    assert len(traced) == len(compiled) == 1 and compiled[0] is not traced[0]
 
 
 def test_arguments_of_other_shapes_are_compiled_when_they_come():
@@ -36,13 +46,13 @@ def test_a_program_that_does_not_compile_raises_where_it_is_called():
     calls = []
 
     def fail(x):
-        calls.append(threading.current_thread())
+        calls.append(x)
         raise ZeroDivisionError(f"call {len(calls)}")
 
     ahead = Ahead(jax.jit(fail), SHAPE)
     with pytest.raises(ZeroDivisionError, match="call 2"):
         ahead(jnp.arange(4.0))
-    assert len(set(calls)) == 2
+    assert len(calls) == 2
 
 
 def set_packed(config):
