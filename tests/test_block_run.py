@@ -21,7 +21,7 @@ from test_run import go
 
 import kdjax
 from kdjax import demo
-from kdjax.commands import draft, export, generate
+from kdjax.commands import answers, draft, export, generate
 from kdjax.config import validate
 from kdjax.device.placement import Placement
 from kdjax.device.runtime import Devices
@@ -390,6 +390,30 @@ def test_few_prompts_are_told_of_before_a_model_is_loaded(
     flags = ["--kind=small", f"--draft={model}", *files]
     assert draft.main([model, *flags]) == (2 if given == 1 else 3)
     assert f"p.jsonl: found {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "hold the same weights, whatever their names"),
+        (["--seq-len=99999"], "data.seq_len=99999 exceeds the teacher's context"),
+        (["--config.data.heldout=none/"], "--config.data.heldout=none/"),
+        (["--config.data.end_of_document=zz"], "data.end_of_document='zz' is not a token"),
+    ],
+)
+def test_what_needs_no_answers_is_refused_before_they_are_written(
+    models, tmp_path, capsys, monkeypatch, flags, message
+):
+    """They take long."""
+    monkeypatch.setattr(answers, "main", lambda _: pytest.fail("answers are written"))
+    lines = (json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(80))
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    big, small = models / "teacher.gguf", models / "student.gguf"
+    copied = shutil.copy(big, tmp_path / "other.gguf")
+    given = ["--kind=small", f"--draft={small if flags else copied}", f"--out={tmp_path}/o.gguf"]
+    assert draft.main([str(big), f"--prompts={tmp_path}/prompts.jsonl", *given, *flags]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-2 if "heldout" in message else -1]
+    assert {file.name for file in tmp_path.iterdir()} == {"prompts.jsonl", "other.gguf"}
 
 
 @pytest.mark.slow

@@ -43,6 +43,8 @@ from kdjax.commands.parsing import (
     log_to_terminal,
     override,
     read_paths,
+    require_files,
+    started,
 )
 from kdjax.commands.plan import add_machine_flags, find_machine, plan_run
 from kdjax.commands.train import ENDS, carry_out, check_workdir
@@ -62,12 +64,14 @@ from kdjax.export.staging import check_sources, check_target, stage
 from kdjax.formats import open_table
 from kdjax.formats.blocks import ENCODED
 from kdjax.formats.files import check_place
-from kdjax.formats.saved import read_receipt
+from kdjax.formats.saved import CHECKPOINTS, read_receipt
 from kdjax.models.checkpoint import Checkpoint, ModelArgument, open_checkpoint, open_step
 from kdjax.models.drafts import check_same_ids, warn_if_refused, why_refused
 from kdjax.models.heads import check_tapped, load_saved_head, read_shape
 from kdjax.models.nextn import find_block, pack_block, take_block
-from kdjax.training.inputs import prepare
+from kdjax.progress import silence
+from kdjax.training.inputs import prepare, row_settings
+from kdjax.training.job import survey
 
 _log = logging.getLogger("kdjax")
 
@@ -356,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
     if run.options.plan:
         return plan_run(run, run.options.machine, text=bool(run.options.data))
     check_place(run.options.out)
-    status = _answer(run.options)
+    status = _answer(run)
     if status == FINISHED:
         status = carry_out(run, part=True)
     if status != FINISHED or jax.process_index() != 0:
@@ -365,8 +369,9 @@ def main(argv: list[str] | None = None) -> int:
     return FINISHED
 
 
-def _answer(args: argparse.Namespace) -> int:
+def _answer(run: RunCommand) -> int:
     """Writes MODEL's answers to the prompts, or goes on; returns the exit status."""
+    args = run.options
     if args.data:
         return FINISHED
     if args.distributed == "auto" and cluster.find_member(os.environ) is not None:
@@ -375,6 +380,8 @@ def _answer(args: argparse.Namespace) -> int:
             "writes: kdjax answers MODEL --prompts=FILES --out=answers.jsonl."
         )
     check_workdir(args.workdir)
+    if not (args.workdir / CHECKPOINTS).is_dir():
+        _check_run(run)
     flags = [
         f"--prompts={args.prompts}",
         f"--fields={args.fields}",
@@ -383,6 +390,15 @@ def _answer(args: argparse.Namespace) -> int:
     ]
     flags += [f"--max-tokens={args.max_tokens}", f"--out={_answers(args)}"]
     return answers.main([_served(args) + _form(args.model), *flags])
+
+
+def _check_run(run: RunCommand) -> None:
+    """Raises `UserError` for a run that its models or settings refuse, whatever the answers are."""
+    data = run.config.data
+    others = dataclasses.replace(run.config, data=dataclasses.replace(data, train=""))
+    require_files(run._replace(config=others))
+    with started(run.options), silence():
+        row_settings(data, survey(run.config)[1].tokenizer)
 
 
 def _write(run: RunCommand) -> None:
