@@ -20,6 +20,7 @@ from kdjax.commands import answers
 from kdjax.commands import generate as command
 from kdjax.commands.generate import Stream
 from kdjax.demo import STUDENT, TEACHER
+from kdjax.device import runtime
 from kdjax.errors import UserError
 from kdjax.evaluation.target import Target
 from kdjax.models import decode_weights, decoder, decoding
@@ -593,3 +594,14 @@ def test_processes_agree_on_whether_the_layers_fit_a_second_time(models, monkeyp
         gather = mock.Mock(side_effect=lambda mine, others=others: np.asarray([mine, others]))
         monkeypatch.setattr(decode_weights.multihost_utils, "process_allgather", gather)
         assert decode_weights._has_room(model.functions, spread, 4) == agreed
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_triton_gemm=false", "flags.txt"])
+def test_writing_turns_triton_on_unless_the_user_says(flags, monkeypatch):
+    """What kdjax adds for all else is no word of the user's."""
+    environ = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    monkeypatch.setattr(decoding, "says_products", lambda: runtime.says_products(environ))
+    monkeypatch.setattr(runtime, "_added", set())
+    wanted = decoding._advance if flags else decoding._advance_on_gpu
+    assert decoding._choose_call("gpu") is wanted
+    assert decoding._choose_call("cpu") is decoding._advance_on_cpu

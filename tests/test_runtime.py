@@ -286,6 +286,8 @@ def test_configuring_twice_changes_nothing(not_started):
 def test_products_are_left_to_cublas_unless_the_user_says(not_started, device, before, after):
     _, environ = run(device, environ={"XLA_FLAGS": before} if before else {})
     assert environ["XLA_FLAGS"] == after
+    assert runtime.says_products(environ) == (before == after)  # then writing leaves them, too
+    assert run(device, environ=environ)[1]["XLA_FLAGS"] == after
     assert "XLA_FLAGS" not in run()[1]  # without a GPU
 
 

@@ -292,6 +292,8 @@ def configure(
         reasons.append(f"not applied, because JAX had already started: {late}")
         settings = {}
     environ.update(settings)
+    if FLAGS in settings:
+        _added.add(settings[FLAGS])
     # On a CPU a step dispatched ahead holds its temporaries in addition to the running step's, 4 GB
     # for a 0.5B student, and computes nothing sooner.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -309,9 +311,20 @@ def _leave_products_to_cublas(environ: Mapping[str, str]) -> dict[str, str]:
     XLA takes a value that begins with no dash for a file's name, and ends a process without it.
     """
     flags = environ.get(FLAGS, "").strip()
-    if TRITON_PRODUCTS in flags or (flags and not flags.startswith("-")):
+    if says_products(environ) or TRITON_PRODUCTS in flags:
         return {}
     return {FLAGS: f"{flags} --{TRITON_PRODUCTS}=false".strip()}
+
+
+_added: set[str] = set()  # values of XLA_FLAGS to which `configure` added its word on products
+
+
+def says_products(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user's XLA_FLAGS say who computes products, or name a file, which may."""
+    flags = environ.get(FLAGS, "").strip()
+    return flags not in _added and (
+        TRITON_PRODUCTS in flags or bool(flags and not flags.startswith("-"))
+    )
 
 
 def _keep_freed_memory(environ: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from kdjax.device.runtime import TRITON_PRODUCTS
+from kdjax.device.runtime import TRITON_PRODUCTS, says_products
 from kdjax.device.sharding import ROW_AXES, ROWS, row_shards
 from kdjax.errors import UserError
 from kdjax.models.arch import ArchSpec
@@ -530,6 +530,13 @@ _advance, _advance_on_cpu, _advance_on_gpu = (
 )
 
 
+def _choose_call(platform: str) -> Callable[..., Any]:
+    """The compiled few steps of a platform; a user's word on products in XLA_FLAGS stands."""
+    if platform == "gpu" and not says_products():
+        return _advance_on_gpu
+    return _advance_on_cpu if platform == "cpu" else _advance
+
+
 def check_length(number: int, length: int, max_tokens: int, positions: int) -> None:
     """Raises `UserError` for a prompt that is empty, or too long for its completion."""
     if not length:
@@ -827,8 +834,7 @@ class _Engine:
         # A GPU runs the next call while the host reads one; a CPU would only compute it later.
         platform = placement.platform if placement else ""
         self._ahead = int(platform == "gpu")
-        calls = {"cpu": _advance_on_cpu, "gpu": _advance_on_gpu}
-        self._call = calls.get(platform, _advance)
+        self._call = _choose_call(platform)
 
     def run(self) -> Iterator[int]:
         """Yields the numbers of rows that grew, until all have ended."""
