@@ -1,5 +1,6 @@
 """Smaller files: mixtures of types, costs, their choice, and the command that makes a file."""
 
+import argparse
 import collections
 import contextlib
 import ctypes
@@ -7,6 +8,7 @@ import dataclasses
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,7 +28,7 @@ from test_disk import no_file_beyond
 import kdjax
 from kdjax.commands import shrink
 from kdjax.device import runtime
-from kdjax.errors import NOT_WRITTEN, MissingFileError, UserError
+from kdjax.errors import NOT_WRITTEN, MissingFileError, UserError, WriteError
 from kdjax.evaluation import choice, own_text
 from kdjax.evaluation import costs as measuring
 from kdjax.evaluation.choice import bound_bytes, choose_mixture, count_padded, list_types, solve
@@ -51,6 +53,7 @@ from kdjax.models.mixture import Mixture, list_matrices
 from kdjax.training.identity import identify
 from kdjax.training.job import assemble
 from kdjax.training.saving import Checkpoints
+from kdjax.watch.guards import NonFiniteError
 from scripts.bench import mixtures
 from scripts.bench.ggml import open_ggml
 from scripts.bench.synthetic import SHAPES, open_header, write_random_gguf
@@ -627,6 +630,18 @@ def test_a_tokenizer_that_no_gguf_file_has_is_refused_before_a_model_is_read(
     assert not (tmp_path / "small.shrink").exists()
 
 
+@pytest.mark.parametrize("plan", [(), ("--plan",)], ids=["file", "plan"])
+def test_what_the_export_says_of_a_tokenizer_is_said_once(
+    plan, exact, text, tmp_path, capsys, monkeypatch
+):
+    """At the start by a plan alone, which exports nothing."""
+    log = logging.getLogger("kdjax")
+    monkeypatch.setattr(shrink, "check_gguf_tokenizer", lambda _: log.warning("other spaces"))
+    assert run(exact, text, tmp_path, "--size=10kB", *plan) == 2
+    said = capsys.readouterr().err
+    assert "the smallest mixture" in said and said.count("other spaces") == len(plan)
+
+
 @pytest.mark.parametrize("name", ["small.gguf", "own"])
 def test_a_model_with_numbers_that_are_not_finite_is_refused_before_it_works(
     name, models, text, tmp_path, capsys, monkeypatch
@@ -784,6 +799,27 @@ def test_steps_that_were_stopped_while_they_were_timed_leave_no_time(timed, tmp_
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("error", [NonFiniteError, WriteError, KeyboardInterrupt])
+def test_steps_that_failed_while_they_were_timed_leave_no_folder(error, tmp_path, monkeypatch):
+    """But the batch of a loss that is not finite, which the message names."""
+
+    def distill(config, workdir, **__):
+        workdir.mkdir()
+        (workdir / "metrics.jsonl").touch()
+        if error is NonFiniteError:
+            (workdir / "nonfinite_step_2.npz").write_text("rows")
+        raise error(f"the batch is in {workdir}/nonfinite_step_2.npz")
+
+    monkeypatch.setattr(shrink, "distill", distill)
+    work = SimpleNamespace(args=SimpleNamespace(seconds=10.0))
+    with pytest.raises(error) as raised:
+        shrink._Work._fit_steps(work, kdjax.Config(), tmp_path / "run-1")
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    batch = tmp_path / "run-1" / "nonfinite_step_2.npz"
+    assert left == [batch] * (error is NonFiniteError)
+    assert not left or (batch.read_text() == "rows" and str(batch) in str(raised.value))
+
+
 @pytest.mark.slow
 def test_a_work_folder_may_be_the_folder_of_the_model(exact, text, tmp_path, capsys, monkeypatch):
     """The model stays, also if the file has its name; more rows than there are mean all of them."""
@@ -934,6 +970,17 @@ def test_a_head_that_repeats_the_embedding_is_counted_once(exact, text, tmp_path
     assert said[0] == said[1] != said[2]
 
 
+@pytest.mark.parametrize(("gigabytes", "advice"), [(74, "--rows=4"), (40, "a larger device")])
+def test_rows_that_fit_are_named(gigabytes, advice):
+    """A 7B needs 79.4 GB at --rows=16, 75.2 at 8, 73.1 at 4, 71.5 at 1."""
+    args = argparse.Namespace(rows=16, seq_len=1024, costs=None)
+    spec = open_header(SHAPES["7b"]).spec
+    said = shrink._name_fewer_rows(args, spec, gigabytes * 10**9)
+    assert said == f"take {advice}, or --costs of another"
+    assert not shrink._name_fewer_rows(args, spec, 10**12)
+    assert not shrink._name_fewer_rows(args, spec, None)
+
+
 def test_a_7b_is_planned_from_its_header(tmp_path, capsys, monkeypatch):
     """7.6 G weights: 30.5 GB in float32 and stacks of 7.6 GB; an H200 has room, 40 GB have not."""
     monkeypatch.chdir(tmp_path)
@@ -1055,6 +1102,32 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     assert "| small.gguf, untrained: no step was better |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("megabytes", "flags", "message"),
+    [
+        (1, "--batch-size=64", "to train all numbers takes 0.0. GB, adapters of rank 64 take"),
+        (1, "--batch-size=64 --rank=16", "fit: adapters of rank 16 take"),
+        (1, "--rank=0", "Leave --rank out to train adapters. Or give --no-train"),
+        (14, "--batch-size=64", r"would fit with --microbatches=\d+ \(0.01 GB"),
+        (14, "--batch-size=64 --rank=64", r"would fit with --microbatches=\d+ \(0.01 GB"),
+        (9.5, "--batch-size=64", r"would fit with --rank=32 --microbatches=64 \(0.01 GB"),
+    ],
+)
+def test_a_training_that_does_not_fit_is_refused_before_it_measures(
+    megabytes, flags, message, exact, text, tmp_path, capsys, monkeypatch
+):
+    """In one line, with what would fit."""
+    monkeypatch.setattr("kdjax.training.plan.GPU_OVERHEAD", 0)
+    devices = runtime.Devices("gpu", "", 1, int(megabytes * 1e6), None, None)
+    monkeypatch.setattr("kdjax.device.machines.device_summary", lambda: devices)
+    monkeypatch.setattr(shrink, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    assert run(exact, text, tmp_path, "--like=q4_0", *flags.split()) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("error: this run does not fit: ") and "--config" not in said[-1]
+    assert re.search(message, said[-1]) and "more than there are" in said[-1]
+    assert not (tmp_path / "small.shrink").exists()
+
+
 @pytest.mark.slow
 def test_adapters_train_where_masters_do_not_fit(exact, text, tmp_path, capsys, monkeypatch):
     """The file has the numbers of the last step; a stopped call goes on, and says what trains."""
@@ -1066,7 +1139,7 @@ def test_adapters_train_where_masters_do_not_fit(exact, text, tmp_path, capsys, 
     for memory, flag, status, parts in (
         ("8MB", "", 0, ["adapters, float32", f"{seen}bfloat16"]),
         ("8MB", "--rank=0", 2, ["error: this run does not fit", "more than there are. Leave"]),
-        ("16MB", "--rank=0 --batch-size=64", 2, ["It would fit with --microbatches=64 (0."]),
+        ("16MB", "--rank=0 --batch-size=64", 2, ["It would fit with --microbatches=32 (0."]),
         ("5MB", "", 2, ["adapters, float32", " too much; "]),  # the plan of what needs least
         ("20MB", "", 0, [full, f"{seen}float32"]),
         ("20MB", "--rank=2", 0, ["adapters, float32", f"{seen}bfloat16"]),

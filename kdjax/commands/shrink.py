@@ -13,6 +13,7 @@ the recipe of llama-quantize that is no larger.
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -50,10 +51,17 @@ from kdjax.data.pipeline import TextSource, eval_batches
 from kdjax.data.rows import RowSet
 from kdjax.data.sources import find_files
 from kdjax.device import cluster, runtime
-from kdjax.device.machines import parse_bytes
+from kdjax.device.machines import Machine, parse_bytes
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_local_mesh
-from kdjax.errors import BAD_INPUT, FINISHED, INTERRUPTED, NOT_FINITE, UserError, reporting
+from kdjax.errors import (
+    BAD_INPUT,
+    FINISHED,
+    INTERRUPTED,
+    NOT_FINITE,
+    UserError,
+    reporting,
+)
 from kdjax.evaluation.choice import bound_bytes, check_costs, choose_mixture, list_types
 from kdjax.evaluation.costs import (
     Comparison,
@@ -84,14 +92,16 @@ from kdjax.models.importance import measure_importance
 from kdjax.models.loading import count_parameters
 from kdjax.models.mixture import Mixture, count_weights, list_matrices, list_single_matrices
 from kdjax.models.model import Model, load_model
-from kdjax.progress import counted
+from kdjax.progress import counted, silence
 from kdjax.training.best import Part
+from kdjax.training.compiled import ask_xla
 from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
 from kdjax.training.job import survey
 from kdjax.training.memory import Plan
 from kdjax.training.pair import Pair
-from kdjax.training.plan import find_least, write_flags
+from kdjax.training.plan import find_fitting, write_flags
+from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.run import distill
 
 _log = logging.getLogger("kdjax")
@@ -108,6 +118,7 @@ _STACKS = 5  # of one parameter that costs have in memory: rounded, and exchange
 _SOURCE = "python:flax,optax,numpy"
 _TEXT = f"own,{_SOURCE}"  # about half of each (docs/quantize.md)
 _RANK = 64  # of adapters, where the masters of a training do not fit
+_LEAST_RANK = 4  # that is named where adapters do not fit
 _FLAGS = {"train.microbatches": "--microbatches"}  # that change no result, but what needs memory
 _READ = 64  # rows that importance and GPTQ read
 _PACE = 6  # steps that are timed for --seconds; the first compiles
@@ -195,7 +206,9 @@ class _Goal:
 def _prepare(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[Checkpoint, _Goal]:
     """Ties the head, checks tokenizer and costs, and finds the bytes; raises `UserError`."""
     checkpoint = _tie_head(checkpoint)
-    check_gguf_tokenizer(checkpoint)
+    # An export says how the file's spaces differ; a plan has none.
+    with contextlib.nullcontext() if args.plan else silence():
+        check_gguf_tokenizer(checkpoint)
     if args.costs is not None:
         check_costs(args.costs, checkpoint.spec)
     return checkpoint, _find_goal(args, checkpoint)
@@ -454,8 +467,15 @@ class _Work:
             trial = workdir.with_name(f"{workdir.name}.pace")
             shutil.rmtree(trial, ignore_errors=True)  # of a process that was killed
             note = lambda record: seconds.append(record.seconds)  # noqa: E731
-            reason = distill(timed, trial, on_step=note, suits_cpu=True, distributed="off")
-            shutil.rmtree(trial, ignore_errors=True)
+            try:
+                reason = distill(timed, trial, on_step=note, suits_cpu=True, distributed="off")
+            except NonFiniteError as error:  # which names the file of the step's batch
+                workdir.mkdir(exist_ok=True)
+                for batch in trial.glob("nonfinite_*"):
+                    batch.replace(workdir / batch.name)
+                raise NonFiniteError(str(error).replace(f"{trial}", f"{workdir}")) from error
+            finally:
+                shutil.rmtree(trial, ignore_errors=True)
             if reason != "finished":
                 raise KeyboardInterrupt
             with replacing(pace) as file:
@@ -518,51 +538,88 @@ def _count_free(mixture: Mixture, checkpoint: Checkpoint) -> int:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """A training with adapters of a rank, or of all numbers with rank 0, and what it takes."""
+
+    rank: int
+    config: Config
+    placement: Placement
+    pair: Pair
+    plan: Plan
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, checkpoint: Checkpoint, rank: int) -> "_Trial":
+        """Plans it from headers; raises `UserError` for a model that has no such adapters."""
+        trial = argparse.Namespace(**vars(args) | {"rank": rank})
+        config = _make_config(trial, checkpoint.spec, _find_recipe(args, checkpoint, 0))
+        config.teacher.weights = "packed"  # a kind by name is planned and not refused
+        with silence():
+            return cls(rank, config, *survey(config, whole=False, machine=args.machine))
+
+    def describe(self) -> str:
+        """Says what trains and how many GB that takes."""
+        what = f"adapters of rank {self.rank} take" if self.rank else "to train all numbers takes"
+        return f"{what} {self.plan.needed / 1e9:.2f} GB"
+
+    def find_fitting(self, devices: runtime.Devices) -> tuple[Plan, str]:
+        """The plan with the mildest flags that change no result, and these flags."""
+        kind, mesh = self.plan.kind, self.placement.mesh
+        plan, changes = find_fitting(self.config, self.pair, mesh, devices, kind, _FLAGS)
+        return plan, write_flags(changes, flatten(self.config), _FLAGS)
+
+
 def _choose_rank(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
     """Rank of the adapters that train: of --rank, or 0 for all numbers where those fit.
 
     Raises `UserError` for a rank that the model cannot have, flags that no run can have, and for
-    all numbers where they do not fit, with --rank=0 or for a model that has no adapters.
+    a training that does not fit; with --plan of adapters the plan itself says that.
     """
-    if args.train:
-        validate(_make_config(args, checkpoint.spec, _find_recipe(args, checkpoint, 0)))
-    if args.rank or not args.train:
-        if args.rank and args.train:
-            choose_lora(checkpoint.spec, args.rank)
+    if not args.train:
         return args.rank or 0
-
-    def plan(rank: int) -> tuple[Config, Placement, Pair, Plan]:
-        trial = argparse.Namespace(**vars(args) | {"rank": rank})
-        config = _make_config(trial, checkpoint.spec, _find_recipe(args, checkpoint, 0))
-        config.teacher.weights = "packed"  # a kind by name is planned and not refused
-        return config, *survey(config, whole=False, machine=args.machine)
-
-    config, placement, pair, full = plan(0)
-    if not full.missing:
-        return 0
-    needs = "to train all numbers takes %.2f GB, %.2f more than there are"
-    sizes = full.needed / 1e9, full.missing / 1e9
-    other = "Leave --rank out to train adapters"
-    if args.rank is None:
+    validate(_make_config(args, checkpoint.spec, _find_recipe(args, checkpoint, 0)))
+    if args.rank:
+        choose_lora(checkpoint.spec, args.rank)
+    tried = [_Trial.of(args, checkpoint, args.rank or 0)]
+    other = "Leave --rank out to train adapters. " if args.rank == 0 else ""
+    if args.rank is None and tried[0].plan.missing:
         try:
-            lean = plan(_RANK)[-1]
+            tried.append(_Trial.of(args, checkpoint, _RANK))
         except UserError:
-            other = "Such a model has no adapters: take a larger device"
-        else:
-            _log.info(  # if they do not fit either, the run says what would
-                f"{needs}: adapters of rank %d train under rounding, which takes %.2f (--rank)",
-                *(*sizes, _RANK, lean.needed / 1e9),
-            )
-            return _RANK
-    devices = args.machine.summary if args.machine else runtime.device_summary()
-    least, changes = find_least(config, pair, placement.mesh, devices, full.kind, _FLAGS)
-    flags = write_flags(changes, flatten(config), _FLAGS)
-    fits = (
-        ""
-        if least.missing or not flags
-        else f"It would fit with {flags} ({least.needed / 1e9:.2f} GB). "
+            other = "Such a model has no adapters: take a larger device. "
+    full, last = tried[0], tried[-1]
+    fits = not last.plan.missing or (last.rank > 0 and (args.plan or _fits_by_xla(last)))
+    if fits and last is not full:
+        of = full.plan.missing / 1e9
+        _log.info("%s, %.2f more than there are: %s (--rank)", full.describe(), of, last.describe())
+    if fits:
+        return last.rank
+    needs = f"{', '.join(x.describe() for x in tried)}, {last.plan.missing / 1e9:.2f} more than"
+    remedy = _find_remedy(args, checkpoint, tried)
+    raise UserError(f"this run does not fit: {needs} there are. {remedy}{other}Or give --no-train.")
+
+
+def _fits_by_xla(trial: _Trial) -> bool:
+    """Whether XLA, whose account of a step is exact on a CPU, says that the training fits."""
+    plan, config = trial.plan, trial.config
+    return not ask_xla(plan, config, trial.pair, trial.placement).missing
+
+
+def _find_remedy(args: argparse.Namespace, checkpoint: Checkpoint, tried: list[_Trial]) -> str:
+    """Says with which flags a training would fit: parts of a batch, or also a smaller --rank."""
+    devices, last = (args.machine or Machine.here()).summary, tried[-1].rank
+    smaller = [last >> n for n in range(1, last.bit_length()) if last >> n >= _LEAST_RANK]
+    size, flags = "", ""
+    for trial in (*tried, *(_Trial.of(args, checkpoint, rank) for rank in smaller)):
+        plan, flags = trial.find_fitting(devices)
+        if trial.rank in smaller:
+            flags = f"--rank={trial.rank} {flags}".strip()
+        size = f"{plan.needed / 1e9:.2f} GB"
+        if flags and not plan.missing:
+            return f"It would fit with {flags} ({size}). "
+    return (
+        f"With {flags} it needs {size}: lower --seq-len, or take a larger device. " if flags else ""
     )
-    raise UserError(f"this run does not fit: {needs % sizes}. {fits}{other}, or give --no-train.")
 
 
 def _fit_slots(spec: ArchSpec, devices: runtime.Devices) -> int:
@@ -592,6 +649,10 @@ def _write_own(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
 
 def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> None:
     args.rank = _choose_rank(args, checkpoint)
+    room = Machine.here().summary.memory_bytes
+    if missing := _name_fewer_rows(args, checkpoint.spec, room):
+        sizes = (x / 1e9 for x in (_count_measuring(checkpoint.spec, args), room or 0))
+        _log.warning("importance, costs and GPTQ take about %.1f GB of %.1f: %s", *sizes, missing)
     check_place(args.work / "types.txt")
     _write_own(args, checkpoint)
     settings = _make_config(args, checkpoint.spec, "").data
@@ -672,6 +733,21 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     return max(needed, rounds + gptq.count_hessian_bytes(spec))
 
 
+def _name_fewer_rows(args: argparse.Namespace, spec: ArchSpec, room: int | None) -> str:
+    """Says what would fit where importance, costs and GPTQ do not; empty if they do."""
+
+    def fits(rows: int) -> bool:
+        fewer = argparse.Namespace(**vars(args) | {"rows": rows})
+        return room is None or _count_measuring(spec, fewer) <= room
+
+    if fits(args.rows):
+        return ""
+    halves = (args.rows >> n for n in range(1, args.rows.bit_length()))
+    rows = next(filter(fits, halves), 0)
+    other = "" if args.costs else ", or --costs of another"
+    return f"take --rows={rows}{other}" if rows else f"take a larger device{other}"
+
+
 def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
     """Prints sizes, passes, minutes and memory; loads nothing."""
     machine = args.machine
@@ -697,9 +773,8 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         room = devices.memory_bytes
         of = f" of {room / 1e9:,.1f} GB" if room else ""
         print(f"memory of importance, costs and GPTQ: about {needed / 1e9:,.1f} GB{of}")
-        if missing := bool(room and needed > room):
-            other = "" if args.costs else ", or --costs of another"
-            print(f"that is too much: take a larger device, fewer --rows{other}")
+        if missing := _name_fewer_rows(args, spec, room):
+            print(f"that is too much: {missing}")
         if not args.train:
             return BAD_INPUT if missing else FINISHED
         args.rank = _choose_rank(args, checkpoint)

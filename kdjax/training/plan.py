@@ -603,8 +603,7 @@ def choose_plan(
     offered = f"offers {best.limit / 1e9:.2f}" if best.limit else "does not report its memory"
     reason = f"{', '.join(sizes)}; the device {offered}"
     if len(kinds) > 1 and best.missing:
-        asked = replace_settings(config, config.student.remat, chunk)
-        remedy = _find_remedy(asked, pair, mesh, devices.platform, best)
+        remedy = _find_remedy(config, pair, mesh, devices, best.kind)
         raise UserError(
             f"this run does not fit: {reason}, {best.missing / 1e9:.2f} too little. {remedy}"
         )
@@ -660,23 +659,37 @@ def replace_settings(config: Config, remat: str, chunk_tokens: int) -> Config:
     )
 
 
-def _find_remedy(config: Config, pair: Pair, mesh: Mesh, platform: str, plan: Plan) -> str:
-    """Suggests the smallest changes with which `plan`, of the packed teacher, fits."""
-    sections = config.loss, config.train, config.rollout, config.eval
-    for changes in _list_milder(*sections, sharding.row_shards(mesh)):
-        trial = copy.deepcopy(config)
-        set_fields(trial, changes)
-        temporaries = _Temporaries(
-            trial, pair, mesh, platform, plan.kind, plan.gradients, plan.free
-        )
-        least = dataclasses.replace(plan, phases=temporaries.plan_phases())
-        flags = write_flags(changes, flatten(config))
-        if not least.missing:
-            return f"It would fit with {flags} ({least.peak / 1e9:.2f} GB)."
-    return (
-        f"Even with {flags} it needs {least.peak / 1e9:.2f} GB: take shorter rows "
-        "(data.seq_len), a smaller model, or a larger device."
-    )
+def _find_remedy(
+    config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind
+) -> str:
+    """Suggests the smallest changes with which a run fits."""
+    plan, changes = find_fitting(config, pair, mesh, devices, kind)
+    flags = write_flags(changes, flatten(config))
+    if not plan.missing:
+        return f"It would fit with {flags} ({plan.peak / 1e9:.2f} GB)."
+    other = "shorter rows (data.seq_len), a smaller model, or a larger device."
+    even = f"Even with {flags} it needs {plan.peak / 1e9:.2f} GB: take" if flags else "Take"
+    return f"{even} {other}"
+
+
+_Changed = tuple[Plan, dict[str, Any]]  # a plan, and the changes of fields that lead to it
+
+
+def find_fitting(
+    config: Config,
+    pair: Pair,
+    mesh: Mesh,
+    devices: Devices,
+    kind: TeacherKind,
+    only: Container[str] | None = None,
+) -> _Changed:
+    """The mildest plan that fits, else the plan of `find_least`; arguments are as there."""
+    tried: list[_Changed] = []
+    for changed in _list_plans(config, pair, mesh, devices, kind, only):
+        if not changed[0].missing:
+            return changed
+        tried.append(changed)
+    return _take_least(tried)
 
 
 def find_least(
@@ -686,21 +699,37 @@ def find_least(
     devices: Devices,
     kind: TeacherKind,
     only: Container[str] | None = None,
-) -> tuple[Plan, dict[str, Any]]:
+) -> _Changed:
     """The plan that needs the least memory, and the changes of fields that lead to it.
 
     Only fields that decide no result change, and of these `only` those. Of plans within 1% of the
     smallest it is the mildest.
     """
+    return _take_least([*_list_plans(config, pair, mesh, devices, kind, only)])
+
+
+def _take_least(plans: Sequence[_Changed]) -> _Changed:
+    smallest = min(plan.peak for plan, _ in plans)
+    return next(changed for changed in plans if changed[0].peak <= 1.01 * smallest)
+
+
+def _list_plans(
+    config: Config,
+    pair: Pair,
+    mesh: Mesh,
+    devices: Devices,
+    kind: TeacherKind,
+    only: Container[str] | None,
+) -> Iterator[_Changed]:
+    """Plans that need less memory, the mildest first; arguments are as for `find_least`."""
     config, least = settle_dtype(config, devices.platform), dict[str, Any]()
     if isinstance(kind, Dense) and config.teacher.weights == kind.name:
         least["teacher.weights"] = Packed.name
     kind = Packed() if isinstance(kind, Dense) else kind
     asked = replace_settings(config, "full", config.loss.chunk_tokens or _CHUNKS[-1])
     sections = asked.loss, asked.train, asked.rollout, asked.eval
-    plans: list[tuple[Plan, dict[str, Any]]] = []
     bases: dict[bool, Plan] = {}  # whether gradients of microbatches are added up: what stays
-    as_asked = flatten(asked)
+    as_asked, flat = flatten(asked), flatten(config)
     for changes in _list_milder(*sections, sharding.row_shards(mesh)):
         if only is not None and any(as_asked[k] != v for k, v in changes.items() if k not in only):
             continue
@@ -711,18 +740,18 @@ def find_least(
             bases[adds] = make_plan(trial, pair, mesh, devices, kind)
         base = dataclasses.replace(bases[adds], chunk_tokens=trial.loss.chunk_tokens)
         left = _Temporaries(trial, pair, mesh, devices.platform, kind, base.gradients, free=0.0)
-        plans.append((dataclasses.replace(base, phases=left.plan_phases()), changes))
-    smallest = min(plan.peak for plan, _ in plans)
-    plan, changes = next(pair for pair in plans if pair[0].peak <= 1.01 * smallest)
-    by_auto = {"student.remat": "auto", "loss.chunk_tokens": 0}  # which takes these by itself
-    if plan.chunk_tokens != _CHUNKS[-1]:
-        del by_auto["loss.chunk_tokens"]
-    flat = flatten(config)
-    return plan, least | {
-        name: value
-        for name, value in changes.items()
-        if flat[name] not in (value, by_auto.get(name, value))
-    }
+        by_auto = {"student.remat": "auto", "loss.chunk_tokens": 0}  # which takes these by itself
+        if base.chunk_tokens != _CHUNKS[-1]:
+            del by_auto["loss.chunk_tokens"]
+        yield (
+            dataclasses.replace(base, phases=left.plan_phases()),
+            least
+            | {
+                name: value
+                for name, value in changes.items()
+                if flat[name] not in (value, by_auto.get(name, value))
+            },
+        )
 
 
 def _list_milder(
