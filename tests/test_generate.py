@@ -598,7 +598,7 @@ def test_processes_agree_on_whether_the_layers_fit_a_second_time(models, monkeyp
 
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_triton_gemm=false", "flags.txt"])
 def test_writing_turns_triton_on_unless_the_user_says(flags, monkeypatch):
-    """What kdjax adds for all else is no word of the user's."""
+    """The flag that kdjax adds for all other programs is no word of the user's."""
     environ = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     monkeypatch.setattr(decoding, "says_products", lambda: runtime.says_products(environ))
     monkeypatch.setattr(runtime, "_added", set())
