@@ -1,6 +1,8 @@
 """One opened and one loaded bundle: what each reads, and what it refuses."""
 
 import json
+import re
+import threading
 from pathlib import Path
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from quick import cases
 
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_mesh
@@ -70,6 +73,19 @@ def test_rows_that_fsdp_splits_are_read_once_and_only_for_the_devices_that_hold_
     assert len(matrices) > 7
     for name in matrices:
         assert taken[name] == [table.info(name).nbytes // 2] * 2, name
+
+
+@pytest.mark.parametrize(
+    ("weights", "fsdp"), cases(("packed", 2), slow=[("packed", 1), ("dense", 1), ("float8", 1)])
+)
+def test_programs_of_a_load_are_compiled_by_threads_for_it_to_find(models, caplog, weights, fsdp):
+    caplog.set_level("DEBUG", "jax._src.dispatch")
+    mesh = make_mesh(1, fsdp, 1, jax.devices()[-fsdp:])  # devices that no other test loads onto
+    checkpoint = open_checkpoint(models / "teacher.gguf")
+    load_model(checkpoint, placement=Placement(mesh), weights=weights, dtype="float16")
+    finished = [record for record in caplog.records if "XLA compilation" in record.getMessage()]
+    by = [r.threadName for r in finished if re.search(r"\b(_store|_read)\b", r.getMessage())]
+    assert len(by) > 5 and threading.main_thread().name not in by
 
 
 def test_logits_of_lists_are_those_of_arrays(student):

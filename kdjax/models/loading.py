@@ -4,6 +4,7 @@ Packed blocks are copied to the device as they are, and decoded there or kept; t
 more than one tensor, and the device never more than the model and one tensor.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -292,6 +293,7 @@ def load_params(
     shapes, tree = jax.tree.flatten({path: [s.whole for s in planned[path]] for path in planned})
     begun = jax.tree.unflatten(tree, _make_zeros(tuple(shapes)) if shapes else [])
     sources, params = tensor_names(table, spec), {}
+    _compile_programs(table, planned, begun, mesh)
     for path, stacks in planned.items():
         filled = [_fill(table, *pair, mesh) for pair in zip(stacks, begun.pop(path), strict=True)]
         params[path] = filled[0] if len(filled) == 1 else _mix(sources[path], stacks, filled, mesh)
@@ -425,6 +427,39 @@ def _make_zeros(arrays: tuple[jax.ShapeDtypeStruct, ...]) -> list[Array]:
     ]
 
 
+def _compile_programs(
+    table: TensorTable,
+    planned: Mapping[tuple[str, ...], Sequence["_Stack"]],
+    begun: Mapping[tuple[str, ...], Sequence[Any]],
+    mesh: Mesh,
+) -> None:
+    """Compiles the programs of `_fill` in threads, all at once; calls find them.
+
+    One after the other 22 programs of a 1.5B and a 0.5B took 4.1 of 7.0 s of loading on an H200.
+    """
+    if mesh.is_multi_process:  # processes compile in one order
+        return
+    lowered: dict[Any, Any] = {}
+    for path, stacks in planned.items():
+        for number, (stack, arrays) in enumerate(zip(stacks, begun[path], strict=True)):
+            for name, reading in stack.readings.items():
+                info = table.info(name)
+                shape = (*info.shape[:-1], row_bytes(info.dtype, info.shape[-1]))
+                key = path, number, reading, shape
+                if key in lowered:
+                    continue
+                place = _place_bytes(shape, mesh, reading, stack.place)
+                raw = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=place)
+                fixed = reading, stack.place
+                if stack.whole is None:
+                    lowered[key] = _read.lower(raw, *fixed)
+                else:
+                    lowered[key] = _store.lower(arrays, raw, jnp.int32(0), *fixed)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for program in lowered.values():
+            pool.submit(program.compile)  # an error comes again where the program is called
+
+
 def _fill(table: TensorTable, stack: _Stack, begun: Any, mesh: Mesh) -> Weight:
     """Makes a weight: fills `begun`, zeros, with tensors in order, or takes a single tensor."""
     for number, (name, reading) in enumerate(stack.readings.items()):
@@ -441,7 +476,6 @@ def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, pla
     A process reads the rows of its devices, and a host reads each page of the file once.
     """
     view = table.raw(name)
-    spec = jax.tree.leaves(places)[0].spec
     if reading.layout.rate:
         if reading.block != "F32":
             raise UserError(
@@ -449,10 +483,8 @@ def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, pla
                 "llama.cpp's converter writes it. Convert the model again."
             )
         view = names.read_rate(view.view(np.float32)).view(np.uint8)
-    split = len(spec) > 1 and spec[-2] == "fsdp" and not reading.layout.moves and view.ndim >= 2
-    rows = P(*(None,) * (view.ndim - 2), "fsdp")
-    place = NamedSharding(mesh, rows if split else P())
-    if jax.process_count() == 1 and not split:
+    place = _place_bytes(view.shape, mesh, reading, places)
+    if jax.process_count() == 1 and not place.spec:
         moved = jax.device_put(view, place, may_alias=False)
     else:  # device_put would compare the arrays of all processes
         copies: dict[str, np.ndarray] = {}  # several devices may hold equal rows
@@ -466,6 +498,16 @@ def _to_device(table: TensorTable, name: str, mesh: Mesh, reading: _Reading, pla
     jax.block_until_ready(moved)
     _forget_pages(view)
     return moved
+
+
+def _place_bytes(
+    shape: tuple[int, ...], mesh: Mesh, reading: _Reading, places: Any
+) -> NamedSharding:
+    """The sharding of a tensor's bytes: by rows if `fsdp` splits the weight's."""
+    spec = jax.tree.leaves(places)[0].spec
+    split = len(spec) > 1 and spec[-2] == "fsdp" and not reading.layout.moves and len(shape) >= 2
+    rows = P(*(None,) * (len(shape) - 2), "fsdp")
+    return NamedSharding(mesh, rows if split else P())
 
 
 def _forget_pages(view: np.ndarray) -> None:
