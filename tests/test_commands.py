@@ -1,6 +1,7 @@
 """The command line: one form of help and of errors, configs by name, what is missing, the wheel."""
 
 import dataclasses
+import gc
 import inspect
 import logging
 import os
@@ -686,10 +687,11 @@ def test_the_modules_that_run_a_command_are_the_package_and_main():
 def test_no_print_ends_a_command(end, told, tmp_path):
     """A reader that leaves, as `head` does, a closed output, a locale that cannot write it."""
     program = """if True:
-        import os, sys, time
+        import gc, os, sys, time
         from kdjax.commands import cli
 
         def main(argv):
+            assert not gc.isenabled()
             time.sleep(0.2)
             for _ in range(3):
                 print("a \\xb1", flush=True)
@@ -713,6 +715,20 @@ def test_no_print_ends_a_command(end, told, tmp_path):
     assert done.returncode == 5 and done.stdout == told
     assert done.stderr == ("" if "2>" in end else "said\n")
     assert (tmp_path / "made").read_text() == "True"
+
+
+def test_garbage_is_looked_for_once_a_command_is_imported(monkeypatch):
+    frozen, collects = [], []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    monkeypatch.setattr(train, "main", lambda argv: collects.append(gc.isenabled()) or FINISHED)
+    try:
+        for disable in (True, False):  # by `run`; a program that calls `main`
+            if disable:
+                gc.disable()
+            assert cli.main(["train"]) == FINISHED
+    finally:
+        gc.enable()
+    assert collects == [True, True] and frozen == [False]
 
 
 @pytest.mark.parametrize(("flags", "told"), [(["-u"], "now"), ([], "")])

@@ -1,5 +1,6 @@
 """`kdjax COMMAND ...`: the console script, and the process of every command."""
 
+import gc
 import importlib
 import io
 import os
@@ -87,6 +88,9 @@ def main(argv: list[str] | None = None) -> int:
             command = importlib.import_module(f"kdjax.commands.{name}")
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        if not gc.isenabled():  # by `run`, for the imports
+            gc.freeze()
+            gc.enable()
         return command.main(rest)
     if name in ("-h", "--help"):
         print(help_text())
@@ -142,7 +146,10 @@ def run(*command: str) -> None:
     """Runs the process of `kdjax`, or of one command, such as `python -m kdjax.main` for `train`.
 
     SIGTERM acts as Ctrl-C until training handles signals itself, so that temporary files go.
+    No garbage is looked for during imports, nor later among what they made, 200,000 objects that
+    stay: of 4.8 s of a core before XLA begins with a run's step it took 0.8.
     """
+    gc.disable()
     if sys.stdin is None:
         sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))  # takes its number
     sys.stdout, sys.stderr = _open_output(sys.stdout, 1), _open_output(sys.stderr, 2)
