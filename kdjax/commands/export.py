@@ -15,6 +15,7 @@ it, and --out is unchanged.
 """
 
 import argparse
+import concurrent.futures
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,15 @@ def read_model(checkpoint: Checkpoint, *, masters: bool = False) -> Model:
         return load_model(checkpoint, placement=on_host, weights="packed", dtype="float32")
     assert isinstance(checkpoint.table, SavedTable)
     functions, _ = functional(checkpoint.spec, Compute())
-    table, flat = checkpoint.table, {}
-    for name in table:  # each is read once: masters are most of a step's bytes
+    table = checkpoint.table
+
+    def read(name: str) -> Any:  # each once: masters are most of a step's bytes
         parts = () if masters else table.blocks(name)
-        flat[name] = stack_blocks(parts) if parts else table.array(name)
+        return stack_blocks(parts) if parts else table.array(name)
+
+    # One is read while another is encoded; more would hold more masters at a time.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        flat = dict(zip(table, pool.map(read, table), strict=True))
     params, rows = unflatten_dict(flat, sep="/"), checkpoint.spec.vocab_size
     return Model(functions, params, rows, spec=checkpoint.spec, checkpoint=checkpoint)
 
