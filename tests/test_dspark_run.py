@@ -67,6 +67,9 @@ def run(models, tmp_path_factory, served, request):
 def test_a_run_resumes_bit_for_bit_and_saves_the_head_alone(run, tmp_path):
     figures = assert_goes_on(run, tmp_path / "parts", stop_at=2)
     assert figures[1]["acceptance"] > figures[0]["acceptance"]
+    losses = [call[2]["loss"] for call in run[3].calls if call[0] == "step"]
+    # Negated gradients raise acceptance, too, where it begins at 0.02; the steps' losses then rise.
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
     assert {name.partition("/")[0] for name in SavedTable(run[1], 4)} == {run[0].student.block}
 
 
