@@ -10,19 +10,24 @@ import sys
 import zlib
 from functools import partial
 
-from jax._src import compilation_cache, compiler
+from jax._src import compilation_cache, compiler, distributed
 
 _COLLECTIVE = re.compile(r" (all-|reduce-scatter|collective-|ragged-|send|recv)[a-z-]*\(")
 _write = compiler._cache_write
 
 
-def _write_safe(key, seconds, name, backend, executable, *others):
+def _write_safe(key, seconds, name, backend, executable, callbacks):
     """Leaves programs with collectives out: once loaded they may run several at a time.
 
-    `sharding.leave_cache_out` is for those. Of the programs of meshes most have none.
+    `sharding.leave_cache_out` is for those. Of the programs of meshes most have none. JAX has the
+    first process alone write; what the devices of others run has keys of its own.
     """
-    if not _COLLECTIVE.search(executable.hlo_modules()[0].to_string()):
-        _write(key, seconds, name, backend, executable, *others)
+    if _COLLECTIVE.search(executable.hlo_modules()[0].to_string()):
+        return
+    if distributed.global_state.process_id and not callbacks:
+        compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+    else:
+        _write(key, seconds, name, backend, executable, callbacks)
 
 
 def keep():
@@ -58,10 +63,15 @@ def call_with_room(function, *arguments):
 call_with_room.__code__ = call_with_room.__code__.replace(co_stacksize=70_000)
 
 
-if __name__ == "__main__":
+def run(arguments):
+    """Runs a module as `python -m` of the arguments would."""
     collect_seldom()
     keep()
     stay_on()
-    del sys.argv[0]
+    sys.argv = arguments
     named = dict(run_name="__main__", alter_sys=True)
-    call_with_room(partial(runpy.run_module, sys.argv[0], **named))
+    call_with_room(partial(runpy.run_module, arguments[0], **named))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

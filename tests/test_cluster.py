@@ -1,6 +1,7 @@
 """Several processes as one run: who they are, that they agree, and how they end together."""
 
 import concurrent.futures
+import contextlib
 import json
 import platform
 import signal
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import lend_one
+from forks import Parent
 from jax.sharding import Mesh
 
 from kdjax.commands.cli import main
@@ -260,15 +262,40 @@ def config(tmp_path_factory):
     return path
 
 
-def launch(processes, devices, *module, **how):
-    """A module in processes, which find programs that tests have compiled."""
-    found = f"{Path(__file__).parent}:{Path.cwd()}"
-    return tiny.launch(["programs", *map(str, module)], processes, devices, PYTHONPATH=found, **how)
+IMPORTED = ("train", "cache", "evaluate", "generate")
 
 
-def train(config, workdir, processes, devices, *flags, **how):
-    named = f"--config={config}", f"--workdir={workdir}"
-    return launch(processes, devices, "kdjax.main", *named, *flags, **how)
+@pytest.fixture(scope="module")
+def launch():
+    """Starts a module in processes, which find programs that tests have compiled.
+
+    They are forked from one that has imported it, but for the last `real`, which are as a user's.
+    """
+    with contextlib.closing(Parent(*(f"kdjax.commands.{name}" for name in IMPORTED))) as parent:
+
+        def launch(processes, devices, *module, real=0, **how):
+            found = f"{Path(__file__).parent}:{Path.cwd()}"
+            module = ["programs", *map(str, module)]
+            made = tiny.commands(module, processes, devices, PYTHONPATH=found, **how)
+            forked = processes - real
+            started = [parent.start(command[3:], given) for command, given in made[:forked]]
+            return started + [run(*one) for one in made[forked:]]
+
+        yield launch
+
+
+def run(command, environment):
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=environment, **how)
+
+
+@pytest.fixture
+def train(launch, config):
+    def train(workdir, processes, devices, *flags, **how):
+        named = f"--config={config}", f"--workdir={workdir}"
+        return launch(processes, devices, "kdjax.main", *named, *flags, **how)
+
+    return train
 
 
 def end(started: list[subprocess.Popen], timeout: float = 150) -> list[tuple[int, str]]:
@@ -291,7 +318,7 @@ def wait_for_step(workdir: Path, step: int, started: list[subprocess.Popen]) -> 
 
 
 @pytest.mark.slow
-def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, tmp_path):
+def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(train, config, tmp_path):
     """Text and the student's own answers on 4 devices of one process, then 2 x 2: one dies, one
     gets SIGTERM, and one device alone goes on."""
     rollout = dict(share=0.25, every=4, max_tokens=8, prompt_tokens=12, batch_size=16)
@@ -300,10 +327,10 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     flags += ["--config.train.steps=16", "--config.checkpoint.every=2", "--config.eval.every=8"]
     flags += ["--config.eval.samples=0"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    ((status, output),) = end(train(config, whole, 1, 4, *flags))
+    ((status, output),) = end(train(whole, 1, 4, *flags))
     assert status == FINISHED, output
 
-    started = train(config, parts, 2, 2, *flags)
+    started = train(parts, 2, 2, *flags)
     wait_for_step(parts, 6, started)
     started[1].kill()
     killed = time.monotonic()
@@ -314,13 +341,13 @@ def test_killed_stopped_and_resumed_on_other_splits_it_is_the_same_run(config, t
     assert len(written) >= 2
     assert written.items() <= read_files(whole / FOLDER).items()  # to the last bit
 
-    started = train(config, parts, 2, 2, *flags)
+    started = train(parts, 2, 2, *flags, real=1)
     wait_for_step(parts, 8, started)
     started[1].send_signal(signal.SIGTERM)
     ends = end(started)
     assert [status for status, _ in ends] == [INTERRUPTED, INTERRUPTED], ends
 
-    ((status, output),) = end(train(config, parts, 1, 1, *flags, "--config.train.microbatches=2"))
+    ((status, output),) = end(train(parts, 1, 1, *flags, "--config.train.microbatches=2"))
     assert status == FINISHED, output
     assert tiny.largest_difference(whole, parts) < 1e-6
     rows = [read_round(round_path(run / FOLDER, 2)).sha256 for run in (whole, parts)]
@@ -344,14 +371,15 @@ print("ended")
 @pytest.mark.slow
 def test_a_process_that_is_done_waits_for_the_first(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
-    started = tiny.launch(["late"], 2, 1, PYTHONPATH=f"{tmp_path}:{Path.cwd()}")
+    made = tiny.commands(["late"], 2, 1, PYTHONPATH=f"{tmp_path}:{Path.cwd()}")
+    started = [run(*one) for one in made]
     assert [(status, out.splitlines()[-1]) for status, out in end(started)] == [(0, "ended")] * 2
 
 
 @pytest.mark.slow
-def test_processes_that_were_started_otherwise_say_in_what(config, tmp_path):
+def test_processes_that_were_started_otherwise_say_in_what(train, tmp_path):
     last = ["--config.optim.learning_rate=1"]
-    for status, output in end(train(config, tmp_path / "run", 2, 1, last=last)):
+    for status, output in end(train(tmp_path / "run", 2, 1, last=last)):
         assert status == BAD_INPUT, output
         assert "optim.learning_rate: process 0 has 0.001, process 1 has 1.0" in output
         assert "Traceback" not in output
@@ -362,7 +390,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_processes_cache_a_teacher_as_one_does_and_go_on_after_a_kill(config, tmp_path):
+def test_processes_cache_a_teacher_as_one_does_and_go_on_after_a_kill(launch, config, tmp_path):
     command = "cache", f"--config={config}", "--k=8", "--config.eval.batch_size=2"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ((status, output),) = end(launch(1, 2, "kdjax", *command, f"--out={whole}"))
@@ -378,13 +406,13 @@ def test_processes_cache_a_teacher_as_one_does_and_go_on_after_a_kill(config, tm
     assert status == PEER_LOST, output
     assert not (parts / "index.json").exists()
 
-    for status, output in end(launch(2, 1, "kdjax", *command, f"--out={parts}")):
+    for status, output in end(launch(2, 1, "kdjax", *command, f"--out={parts}", real=1)):
         assert status == FINISHED, output
     assert read_files(parts) == read_files(whole)
 
 
 @pytest.mark.slow
-def test_processes_evaluate_as_one_does(config, tmp_path, capfd):
+def test_processes_evaluate_as_one_does(launch, config, tmp_path, capfd):
     """Held-out rows, a teacher, and what problems' programs did: the same JSON to the last bit."""
     problems = [
         {
@@ -406,7 +434,7 @@ def test_processes_evaluate_as_one_does(config, tmp_path, capfd):
     with lend_one():
         status = main([*map(str, command), f"--json={one}"])
     assert "CE, nats" in capfd.readouterr().out
-    ends = end(launch(2, 1, "kdjax", *command, f"--json={two}"))
+    ends = end(launch(2, 1, "kdjax", *command, f"--json={two}", real=1))
     assert [status for status, _ in ends] == [status] * 2, ends
     assert ["CE, nats" in said for _, said in ends] == [True, False]
     found = json.loads(two.read_text())
@@ -415,9 +443,9 @@ def test_processes_evaluate_as_one_does(config, tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_of_several_processes_the_first_alone_answers_a_prompt(config, capfd):
+def test_of_several_processes_the_first_alone_answers_a_prompt(launch, config, capfd):
     command = "generate", config.parent / "student.gguf", "--prompt=def f(", "--max-tokens=4"
-    (status, said), (other, nothing) = end(launch(2, 1, "kdjax", *command))
+    (status, said), (other, nothing) = end(launch(2, 1, "kdjax", *command, real=1))
     assert (status, other) == (FINISHED, FINISHED), (said, nothing)
     with lend_one():
         assert main([*map(str, command)]) == FINISHED

@@ -7,7 +7,6 @@ mpirun -n 2 python -m kdjax.main --config=FOLDER/config.py --workdir=FOLDER/run
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,17 +44,17 @@ def write(folder: Path) -> Path:
     return config
 
 
-def launch(
+def commands(
     module: Sequence[str],
     processes: int,
     devices: int,
     *,
     last: Sequence[str] = (),
     **variables: str,
-) -> list[subprocess.Popen[str]]:
-    """Starts a module in processes of so many emulated devices each, as Kubeflow Trainer would.
+) -> list[tuple[list[str], dict[str, str]]]:
+    """Makes the commands and environments of processes of so many emulated devices each.
 
-    `last` are more flags of the last process.
+    A module is run as Kubeflow Trainer would. `last` are more flags of the last process.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -66,7 +65,7 @@ def launch(
         "XLA_FLAGS": f"{os.getenv('XLA_FLAGS', '')} {flag}",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.getenv("PYTHONPATH")])),
     }
-    started = []
+    made = []
     for index in range(processes):
         place = {
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
@@ -75,16 +74,8 @@ def launch(
         }
         command = [sys.executable, "-m", *module, "--join_timeout=60"]
         command += last if index == processes - 1 else ()
-        started.append(
-            subprocess.Popen(
-                command,
-                env=environment | (place if processes > 1 else {}) | variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    return started
+        made.append((command, environment | (place if processes > 1 else {}) | variables))
+    return made
 
 
 _COMPARED = ("loss", "ce", "divergence", "grad_norm", "tokens", "student_ce", "kl", "agreement")
