@@ -195,6 +195,7 @@ def rope_goldens() -> list[dict[str, Any]]:
     """Frequencies `[head_dim / 2]` and factor on cos and sin, for each of `ROPES` and contexts."""
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     goldens = []
     for parameters in ROPES:
@@ -203,8 +204,8 @@ def rope_goldens() -> list[dict[str, Any]]:
             given = {**_SMALL, "head_dim": 32, "rope_scaling": parameters, "rope_theta": 1e4, **own}
             config = transformers.LlamaConfig(**copy.deepcopy(given))  # it changes what it is given
             kind = parameters["rope_type"]
-            init = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
-            compute = ROPE_INIT_FUNCTIONS.get(kind, init.compute_default_rope_parameters)
+            default = LlamaRotaryEmbedding.compute_default_rope_parameters
+            compute = ROPE_INIT_FUNCTIONS.get(kind, default)
             inverse, factor = compute(config)
             kept = {"config": given | {"model_type": "llama"}, "factor": float(factor)}
             goldens.append(kept | {"inverse": [float(x) for x in inverse]})
