@@ -7,13 +7,16 @@ import gc
 import re
 import runpy
 import sys
+import threading
 import zlib
 from functools import partial
 
 from jax._src import compilation_cache, compiler, distributed
+from jax._src.interpreters import mlir
 
 _COLLECTIVE = re.compile(r" (all-|reduce-scatter|collective-|ragged-|send|recv)[a-z-]*\(")
 _write = compiler._cache_write
+_make_context, _contexts = mlir.make_ir_context, threading.local()
 
 
 def _write_safe(key, seconds, name, backend, executable, callbacks):
@@ -30,9 +33,20 @@ def _write_safe(key, seconds, name, backend, executable, callbacks):
         _write(key, seconds, name, backend, executable, callbacks)
 
 
+def _share_context():
+    """One MLIR context for 11 programs of a thread: one for each was a third of lowering."""
+    number = getattr(_contexts, "number", 0)
+    if number % 11 == 0:  # a context keeps the constants of its programs
+        _contexts.shared = _make_context()
+    _contexts.number = number + 1
+    return _contexts.shared
+
+
 def keep():
     """Has JAX's cache, if there is one, keep the programs that it loads as they were."""
     compiler._cache_write = _write_safe
+    if not hasattr(mlir, "_thread_local_context"):  # a later JAX does it by itself
+        mlir.make_ir_context = _share_context
     if not any(getattr(compilation_cache, name, None) for name in ("zstd", "zstandard")):
         # zlib's default level took 5.5 ms a program, a fourteenth of a test that compiles 75.
         compilation_cache.compress_executable = partial(zlib.compress, level=1)

@@ -262,7 +262,11 @@ def config(tmp_path_factory):
     return path
 
 
-IMPORTED = ("train", "cache", "evaluate", "generate")
+IMPORTED = (
+    *(f"kdjax.commands.{name}" for name in ("train", "cache", "evaluate", "generate")),
+    "kdjax.watch.run",
+    "huggingface_hub.hf_api",  # a fifth of a second more
+)
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +275,7 @@ def launch():
 
     They are forked from one that has imported it, but for the last `real`, which are as a user's.
     """
-    with contextlib.closing(Parent(*(f"kdjax.commands.{name}" for name in IMPORTED))) as parent:
+    with contextlib.closing(Parent(*IMPORTED)) as parent:
 
         def launch(processes, devices, *module, real=0, **how):
             found = f"{Path(__file__).parent}:{Path.cwd()}"

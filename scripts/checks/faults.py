@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import huggingface_hub.hf_api  # noqa: F401
 import jax
 import numpy as np
 
