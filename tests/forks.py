@@ -46,7 +46,10 @@ class Parent:
 
 
 class Fork:
-    """What tests use of `Popen`: its output, errors included, is read once it has ended."""
+    """A forked process, with the methods of `Popen` that tests use.
+
+    Its output, errors included, is read once it has ended.
+    """
 
     def __init__(self, output, status):
         self._output, self._status, self.returncode = output, status, None

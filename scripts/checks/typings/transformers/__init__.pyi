@@ -1,4 +1,4 @@
-"""What kdjax takes from Transformers, whose own file would have pyright read 3,000 others."""
+"""Names that kdjax takes from Transformers, whose own file has pyright read 3,000 others."""
 
 from transformers.configuration_utils import PretrainedConfig as PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING as CONFIG_MAPPING
