@@ -171,11 +171,12 @@ def test_a_student_module_of_ones_own(run):
 
 
 @FOUR
-def test_a_run_of_ones_own_python_is_resumed(run, tmp_path, tiny_config):
+def test_a_run_of_ones_own_python_is_resumed(run, tmp_path, tiny_config, monkeypatch):
     """Stopped at a save and gone on with, the run draws each batch once and ends the same."""
     tiny_config.train.steps, tiny_config.eval.samples = 4, 0
     tiny_config.eval.every = tiny_config.checkpoint.every = 2
-    names = run("run", config=tiny_config)
+    monkeypatch.setattr("kdjax.configs.demo.get_config", lambda: tiny_config)
+    names = run("run")
     source = names["Random"]()
     draw, drawn = source.next, []
 
