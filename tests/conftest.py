@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import logging
 import os
-import threading
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +26,6 @@ from _pytest import runner
 from _pytest.unraisableexception import gc_collect_iterations_key
 from absl import flags
 from jax._src import compiler
-from jax._src.interpreters import mlir
 
 gc.disable()  # until pytest has found all tests, 6.2 s of a process in place of 7.6
 jax.config.update("jax_num_cpu_devices", 8)
@@ -67,20 +65,23 @@ def _compile_once(backend, module, devices, options, callbacks):
 
 
 compiler.backend_compile_and_load = _compile_once
-_make_context, _contexts = mlir.make_ir_context, threading.local()
+_read, _loaded = compiler._cache_read, {}
 
 
-def _share_context():
-    """One MLIR context for 11 programs of a thread: one for each was a third of lowering."""
-    number = getattr(_contexts, "number", 0)
-    if number % 11 == 0:  # a context keeps the constants of its programs
-        _contexts.shared = _make_context()
-    _contexts.number = number + 1
-    return _contexts.shared
+def _read_once(name, key, options, backend, devices, *callbacks):
+    """The last 64 programs of one device are loaded once: a run that goes on has them again."""
+    if len(devices) > 1 or any(callbacks):
+        return _read(name, key, options, backend, devices, *callbacks)
+    of = key, devices[0].id
+    found = _loaded.pop(of, None) or _read(name, key, options, backend, devices, *callbacks)
+    if found[0] is not None:
+        _loaded[of] = found  # the newest is the last
+        if len(_loaded) > 64:
+            del _loaded[next(iter(_loaded))]
+    return found
 
 
-if not hasattr(mlir, "_thread_local_context"):  # a later JAX does it by itself
-    mlir.make_ir_context = _share_context
+compiler._cache_read = _read_once
 # glibc's, which other C libraries and macOS do not have. XLA's 89 threads share two arenas, else
 # what is free lies in 16 of them, and blocks of 256 kB and more are returned when they are freed.
 _libc = ctypes.CDLL(None)
@@ -132,6 +133,7 @@ def _drop_programs(grown):
     """
     if _measure_memory() > _dropped[0] + grown:
         _compiled.clear()
+        _loaded.clear()
         jax.clear_caches()
         gc.collect()
         _trim(0)

@@ -19,7 +19,7 @@ _write = compiler._cache_write
 _make_context, _contexts = mlir.make_ir_context, threading.local()
 
 
-def _write_safe(key, seconds, name, backend, executable, callbacks):
+def _write_safe(key, seconds, name, backend, executable, *callbacks):
     """Leaves programs with collectives out: once loaded they may run several at a time.
 
     `sharding.leave_cache_out` is for those. Of the programs of meshes most have none. JAX has the
@@ -27,10 +27,10 @@ def _write_safe(key, seconds, name, backend, executable, callbacks):
     """
     if _COLLECTIVE.search(executable.hlo_modules()[0].to_string()):
         return
-    if distributed.global_state.process_id and not callbacks:
+    if distributed.global_state.process_id and not any(callbacks):
         compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
     else:
-        _write(key, seconds, name, backend, executable, callbacks)
+        _write(key, seconds, name, backend, executable, *callbacks)
 
 
 def _share_context():
