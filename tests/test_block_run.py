@@ -414,6 +414,10 @@ def test_what_needs_no_answers_is_refused_before_they_are_written(
     assert draft.main([str(big), f"--prompts={tmp_path}/prompts.jsonl", *given, *flags]) == 2
     assert message in capsys.readouterr().err.splitlines()[-2 if "heldout" in message else -1]
     assert {file.name for file in tmp_path.iterdir()} == {"prompts.jsonl", "other.gguf"}
+    if not flags:  # the message says how it is meant
+        monkeypatch.setenv("KDJAX_ALLOW_DEGENERATE_KD", "1")
+        monkeypatch.setattr(answers, "main", lambda _: 3)
+        assert draft.main([str(big), f"--prompts={tmp_path}/prompts.jsonl", *given]) == 3
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from kdjax.commands.parsing import (
     RunCommand,
     add_cluster_flags,
     add_fields_flag,
+    allow_degenerate,
     check_least,
     find_work,
     log_to_terminal,
@@ -317,6 +318,7 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
     kind.check_flags(args)
     check_sources(args.out, [_served(args), args.draft])
     config = override(_make_config(args), rest, parser)
+    allow_degenerate(config, os.environ)  # which forms weights have, MODEL@FORM says
     validate(config)
     if not args.plan:  # a plan reads headers alone, and may be for another machine
         find_files(args.data or args.prompts, Fields.parse(args.fields))

@@ -458,6 +458,11 @@ def apply_environment(config: Config, environ: Mapping[str, str]) -> None:
             )
         _log.info("teacher.weights=%s, as %s=%s says", weights, name, environ[name])
         config.teacher.weights = weights
+    allow_degenerate(config, environ)
+
+
+def allow_degenerate(config: Config, environ: Mapping[str, str]) -> None:
+    """Lets KDJAX_ALLOW_DEGENERATE_KD override the config; raises `UserError` but for 0 and 1."""
     allowed = environ.get(DEGENERATE_VARIABLE)
     if allowed not in (None, "", "0", "1"):
         raise UserError(f"{DEGENERATE_VARIABLE}={allowed!r}: must be 1 or 0.")
