@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import huggingface_hub.hf_api  # noqa: F401
 import jax
 import numpy as np
 
