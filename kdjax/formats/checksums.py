@@ -6,8 +6,6 @@ damage passes with a chance of 1 in 4 billion. A sum does not depend on the orde
 its own shards.
 """
 
-import concurrent.futures
-import os
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 _BLOCK = 1 << 16  # elements mixed at a time on the host: they stay in its cache
-_PART = 1 << 22  # elements of a thread at a time
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}  # by bytes an element
 
 
@@ -23,19 +20,12 @@ def checksum(array: np.ndarray) -> int:
     """Checksum of an array on the host; an element of 8 bytes counts as two of 4."""
     bits = np.ravel(array).view(_UNSIGNED[array.dtype.itemsize])
     places = np.arange(min(_BLOCK, bits.size), dtype=np.uint32)
-
-    def add(begin: int) -> int:
-        total = 0
-        for start in range(begin, min(begin + _PART, bits.size), _BLOCK):
-            block = bits[start : start + _BLOCK].astype(np.uint32)
-            mixed = _mix(block, places[: block.size] + np.uint32(start % 2**32))
-            total += int(mixed.sum(dtype=np.uint64))
-        return total
-
-    if bits.size <= _PART:
-        return add(0) % 2**32
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return sum(pool.map(add, range(0, bits.size, _PART))) % 2**32
+    total = 0
+    for start in range(0, bits.size, _BLOCK):
+        block = bits[start : start + _BLOCK].astype(np.uint32)
+        mixed = _mix(block, places[: block.size] + np.uint32(start % 2**32))
+        total += int(mixed.sum(dtype=np.uint64))
+    return total % 2**32
 
 
 def add_up(array: jax.Array) -> jax.Array:
