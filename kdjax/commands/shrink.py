@@ -110,11 +110,11 @@ _RECIPES = ("q2_k", "q3_k_m", "iq4_xs", "q4_k_m", "q6_k", "q8_0")  # that files 
 # Rates of files below these bits a weight: with more bits there is less to mend (docs/quantize.md).
 _RATES = ((3.6, 1e-5), (4.4, 5e-6), (math.inf, 3e-6))
 _MOST_BITS = 32  # a weight: F32
-_SHARE = 0.2  # of a GPU's bf16 peak that float32 passes reach, in TF32
+_SHARE = 0.11  # of a GPU's bf16 peak that costs reach: 1,980 passes of a 1.5B in 130 s of an H200
 _WRITING = 0.1  # of that peak, while a model writes
 _SLOTS = {"cpu": 16, "gpu": 256}  # texts that are written at a time, at most
 _FULL = 0.8  # of a device, which what is not counted may fill
-_STACKS = 5  # of one parameter that costs have in memory: rounded, and exchanged in four trees
+_STACKS = 5  # of one parameter that costs have in memory: three exchanged, one rounded, its parts
 _SOURCE = "python:flax,optax,numpy"
 _TEXT = f"own,{_SOURCE}"  # about half of each (docs/quantize.md)
 _RANK = 64  # of adapters, where the masters of a training do not fit
@@ -727,9 +727,10 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     needed = 4 * (weights + others + states + logits)
     if not gptq.suits(spec):
         return needed
-    # States of all rows and a batch's inputs, of the model itself and of what is rounded.
-    read = max(_READ, args.rows) * spec.hidden_size + args.rows * spec.mlp_size
-    rounds = 4 * 2 * (weights + args.seq_len * read)
+    # Of the model itself and of what is rounded: states of all rows, those after a layer of one of
+    # both, and a batch's inputs.
+    read = 3 * max(_READ, args.rows) * spec.hidden_size + 2 * args.rows * spec.mlp_size
+    rounds = 4 * (2 * weights + args.seq_len * read)
     return max(needed, rounds + gptq.count_hessian_bytes(spec))
 
 

@@ -168,6 +168,7 @@ def round_matrices(
         parts = [y[start : start + step] for y in (blocks, weights) if y is not None]
         parts = [jnp.pad(y, ((0, step - len(y)), (0, 0)), mode="edge") for y in parts]
         found.append(_round_blocks(parts[0], dtype, parts[1] if len(parts) > 1 else None))
+    del weights  # as large as x, which the whole will be, too
     whole = found[0] if len(found) == 1 else jnp.concatenate(found)
     return whole[: len(blocks)].reshape(x.shape)
 
@@ -237,6 +238,7 @@ def measure_costs(
     total = sum(len(tensors) for _, _, tensors in swaps)
     steps = iter(counted(range(total), "matrices exchanged"))
     for paths, dtype, tensors in swaps:
+        rounded = {}  # the last ones go before the next are made
         rounded = {path: rounding(flat[path], dtype, importance.get(path)) for path in paths}
         for name, parts in tensors:
             next(steps)

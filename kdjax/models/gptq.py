@@ -241,5 +241,8 @@ def _read_inputs(
 
 
 def count_hessian_bytes(spec: ArchSpec) -> int:
-    """Bytes of a stage's two float32 sums of outer products, at most."""
-    return 2 * 4 * max(spec.hidden_size, spec.num_heads * spec.head_dim, spec.mlp_size) ** 2
+    """Bytes of a stage's two float32 sums of outer products, and of what rounding makes of them.
+
+    These are up to four squares more: factor, inverse and what they are made from.
+    """
+    return 6 * 4 * max(spec.hidden_size, spec.num_heads * spec.head_dim, spec.mlp_size) ** 2
