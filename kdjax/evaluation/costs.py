@@ -168,7 +168,7 @@ def round_matrices(
         parts = [y[start : start + step] for y in (blocks, weights) if y is not None]
         parts = [jnp.pad(y, ((0, step - len(y)), (0, 0)), mode="edge") for y in parts]
         found.append(_round_blocks(parts[0], dtype, parts[1] if len(parts) > 1 else None))
-    del weights  # as large as x, which the whole will be, too
+    del weights  # as large as x; what the parts join to needs the room
     whole = found[0] if len(found) == 1 else jnp.concatenate(found)
     return whole[: len(blocks)].reshape(x.shape)
 
