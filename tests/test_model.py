@@ -54,6 +54,8 @@ def test_rows_that_fsdp_splits_are_read_once_and_only_for_the_devices_that_hold_
     taken: dict[str, list[int]] = {}
 
     class Read(np.ndarray):
+        name: str
+
         def __getitem__(self, at):
             found = np.asarray(self).__getitem__(at)
             taken[self.name].append(found.nbytes)
