@@ -20,7 +20,7 @@ from test_user_code import Bigram
 
 import kdjax
 from kdjax.config import OptimConfig
-from kdjax.device import sharding
+from kdjax.device import runtime, sharding
 from kdjax.device.placement import Placement
 from kdjax.errors import UserError
 from kdjax.losses.chunked import HeadSpec
@@ -420,9 +420,21 @@ def test_products_on_a_gpu_are_left_to_cublas():
     devices = np.array([mock.Mock(platform="gpu")])
     gpu = mock.Mock(spec=jax.sharding.Mesh, devices=devices, shape={"data": 1}, size=1)
     options = sharding.compiler_options(gpu)
+    assert options == {"xla_gpu_enable_triton_gemm": False}
     assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(lambda x: x + 2, compiler_options={"xla_gpu_no_such": True})(1)
+
+
+@pytest.mark.parametrize("flags", ["--xla_gpu_enable_triton_gemm=true", "flags.txt"])
+def test_what_the_user_says_of_products_stands_in_steps(flags, monkeypatch):
+    environ = {"XLA_FLAGS": flags}
+    monkeypatch.setattr(sharding, "says_products", lambda: runtime.says_products(environ))
+    devices = np.array([mock.Mock(platform="gpu")])
+    gpu = mock.Mock(spec=jax.sharding.Mesh, devices=devices, shape={"data": 1}, size=1)
+    assert sharding.compiler_options(gpu) is None
+    monkeypatch.setattr(sharding, "splits_state", lambda _: True)
+    assert list(sharding.compiler_options(gpu) or {}) == ["xla_gpu_collective_permute_mode"]
 
 
 def test_every_row_is_in_exactly_one_part():

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kdjax.device.runtime import TRITON_PRODUCTS
+from kdjax.device.runtime import TRITON_PRODUCTS, says_products
 from kdjax.errors import UserError
 
 _log = logging.getLogger("kdjax")
@@ -199,12 +199,12 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | str] | None:
 
     XLA would otherwise try its own kernels too. They save a tenth of a product but cost copies
     around it (341 ms against 337 for a 7B's hidden states at 16,384 positions on an H200), and
-    trying them for float8 takes 77 s of compiling instead of 1. Copy engines, not multiprocessors,
-    move the arrays that two devices exchange.
+    trying them for float8 takes 77 s of compiling instead of 1. A user's word on products in
+    XLA_FLAGS stands. Copy engines, not multiprocessors, move the arrays that two devices exchange.
     """
     if mesh.devices.flat[0].platform != "gpu":
         return None
-    options: dict[str, bool | str] = {TRITON_PRODUCTS: False}
+    options: dict[str, bool | str] = {} if says_products() else {TRITON_PRODUCTS: False}
     if splits_state(mesh):
         options["xla_gpu_collective_permute_mode"] = "COLLECTIVES_PEER_MEMORY"
-    return options
+    return options or None
