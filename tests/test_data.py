@@ -734,6 +734,8 @@ def test_parquet_has_what_stands_beside_a_prompt(tokenizer, tmp_path):
     [
         ({"messages": ["hello"]}, "message 0 must be an object"),
         ({"messages": chat("q"), "opening": ["def "]}, r"found \['def '\] as the opening"),
+        ({"prompt": 3}, "found 3 as prompt; expected a string"),
+        ({"response": "x", "prompt": None}, "found None as prompt; expected a string"),
     ],
 )
 def test_a_prompt_of_another_kind_is_refused_by_its_line(tokenizer, tmp_path, record, message):
@@ -770,7 +772,8 @@ def test_parquet_without_pyarrow_names_the_extra(tokenizer, tmp_path, monkeypatc
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a.jsonl:2: not JSON \(.* at column"),
         ("a.jsonl", b'{"txt": "x"}', r"a.jsonl:1: expected .* found \['txt'\]"),
-        ("a.jsonl", b'{"text": 3}', r"a.jsonl:1: expected"),
+        ("a.jsonl", b'{"text": 3}', r"a.jsonl:1: found 3 as text; expected a string"),
+        ("a.jsonl", b'{"messages": "x"}', r"a.jsonl:1: found 'x' as messages; expected a list"),
         ("a.jsonl", b'{"prompt": "x"}', r"a.jsonl:1: expected .*completion.* found \['prompt'\]"),
         ("a.jsonl", b"[1]", r"a.jsonl:1: expected .* found list"),
         (

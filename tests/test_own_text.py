@@ -29,8 +29,9 @@ def test_its_word_stands_among_other_sources(tmp_path):
     assert 10 < alone.fill("cpu").texts < alone.fill("gpu").texts / 10
     assert found.fill("gpu") == found
     assert OwnText.find("./own", tmp_path) is None  # a folder of this name
-    with pytest.raises(UserError, match="found own:1; expected 2 texts or more"):
-        OwnText.find("own:1", tmp_path)
+    for wrong in ("own:1", "own:x", "own:", "own:-3", "own:1e3"):
+        with pytest.raises(UserError, match=f"found {wrong}; expected 2 texts or more"):
+            OwnText.find(f"a.txt,{wrong}", tmp_path)
     with pytest.raises(UserError, match=r"a,b, whose files .* Name another --work"):
         OwnText.find("own", tmp_path / "a,b")
 

@@ -26,6 +26,8 @@ from kdjax.models.tokenizer import Tokenizer
 _log = logging.getLogger("kdjax")
 
 _CHATS = 1_024  # beginnings encoded at a time: bounds memory
+_KINDS = dict.fromkeys(("text", "prompt", "completion"), (str, "a string"))
+_KINDS |= {"messages": (list, "a list of messages")}
 
 
 class Document(NamedTuple):
@@ -198,6 +200,9 @@ def _make_document(record: object, source: str, tokenizer: Tokenizer) -> Documen
     if isinstance(prompt, str) and isinstance(completion, str):
         text = prompt + completion
         return Document(text, source, ((len(prompt), len(text)),))
+    for name, (kind, wanted) in _KINDS.items():
+        if name in fields and not isinstance(value := fields[name], kind):
+            raise UserError(f"{source}: found {value!r:.60} as {name}; expected {wanted}.")
     content = sorted(fields) if isinstance(record, Mapping) else type(record).__name__
     known = name_known(fields) if fields else ""
     raise UserError(f"{source}: expected an object with {FORMS}; found {content}.{known}")

@@ -24,7 +24,7 @@ from kdjax.models.tokenizer import Tokenizer
 
 _log = logging.getLogger("kdjax")
 
-_WORD = re.compile(r"own(?::(\d+))?")
+_WORD = re.compile(r"own(?::(.*))?", re.DOTALL)
 _TEXTS = {"cpu": 32, "gpu": 4096}  # texts that `own` stands for, by platform
 LONGEST = 512  # ids of a text or an answer
 QUESTION = 128  # ids of a user's turn
@@ -42,14 +42,14 @@ class OwnText(NamedTuple):
     def find(cls, sources: str, folder: Path) -> "OwnText | None":
         """Reads the word `own`, or `own:N` for N texts, among `sources`; None without it.
 
-        Raises `UserError` for fewer than two texts, and for a folder whose name ends a source.
+        Raises `UserError` for no number of two or more, and for a folder whose name ends a source.
         """
         paths, packages = split_sources(sources)
         words = [match for path in paths if (match := _WORD.fullmatch(path))]
         if not words:
             return None
         word, number = words[-1][0], words[-1][1]
-        if number and int(number) < 2:
+        if number is not None and not (number.isdecimal() and int(number) > 1):
             raise UserError(f"found {word}; expected 2 texts or more, such as own:64.")
         if "," in str(folder):
             raise UserError(
