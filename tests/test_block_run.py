@@ -280,7 +280,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, served, capsys):
         ([f"--out={out}"], "is there already"),
         ([f"--out={served}", "--overwrite"], f"{served} is what the command reads"),
         ([f"--out={tmp_path}/p.gguf", "--steps=0"], "run:\n  train.steps=0"),
-        ([f"--out={tmp_path}/p.run"], "p.run is where the parts are stored"),
+        ([f"--out={tmp_path}/p.gguf", f"--workdir={tmp_path}/p.gguf"], "p.gguf is where the parts"),
         ([f"--out={out}/p.gguf", f"--workdir={tmp_path}/p"], "o.gguf is no folder"),
         ([f"--out={tmp_path}/p.gguf", "--type=iq1_s"], "expected one of F32"),
         ([f"--out={tmp_path}/p.gguf", "--config.student.lora.rank=2"], "must be 0 with"),
@@ -357,14 +357,15 @@ def test_a_server_that_would_not_draft_is_not_suggested():
         (["--answers=0"], "--answers=0 must be 1 or more"),
         (["--kind=small", "--draft={models}/student.gguf", "--answers=1"], "to judge by"),
         (["--type=q4_k_m"], "found --type=q4_k_m; expected one of F32"),
+        (["--out=a.apr"], "error: a.apr: expected a name that ends in .gguf. Add the suffix."),
         ([], r"a qwen2 model; expected one of qwen3_5_text"),
     ],
 )
 def test_flags_that_do_not_go_together_have_one_line(models, tmp_path, capsys, flags, message):
     """Nothing is made."""
     flags = [flag.format(models=models) for flag in flags]
-    command = [str(models / "student.gguf"), f"--out={tmp_path}/o.gguf", *flags]
-    assert draft.main(command) == 2
+    given = {flag.partition("=")[0]: flag for flag in (f"--out={tmp_path}/o.gguf", *flags)}
+    assert draft.main([str(models / "student.gguf"), *given.values()]) == 2
     told = capsys.readouterr().err
     assert message in told and len(told.splitlines()) == 1 and not any(tmp_path.iterdir())
 

@@ -584,10 +584,11 @@ BITS = "--bits=6"
         ([BITS, "--fields=x"], "as in messages=conversations,role=from,content=value. `kdjax"),
         ([BITS, "--costs=less.json"], "less.json: found a cost of -1e-09 for a in Q8_0; expected"),
         ([BITS, "--costs=cut.json"], "expected a JSON object. Name another, or remove it."),
-        ([BITS, "--out=a.shrink"], "error: a.shrink is where the parts are stored. Give another"),
+        ([BITS, "--text=own:x"], "error: found own:x; expected 2 texts or more, such as own:64."),
+        ([BITS, "--out=a.safetensors"], "error: a.safetensors: expected a name that ends in .gguf"),
+        ([BITS, "--plan", "--out=a"], "error: a: expected a name that ends in .gguf. Add the"),
         ([BITS, "--out=a.gguf", "--work=./a.gguf"], "a.gguf is where the parts are stored. Give"),
         ([BITS, "--out=notes.gguf"], "notes.md is there, where the card of notes.gguf is written"),
-        ([BITS, "--out=new.md"], "found new.md, the name of a card; expected a file such as"),
     ],
 )
 def test_what_flags_say_wrong_is_refused_before_the_model_is_opened(

@@ -61,7 +61,7 @@ from kdjax.evaluation.target import Target, open_target
 from kdjax.export import export_gguf
 from kdjax.export.formats import GGUF_TYPES
 from kdjax.export.heads import HEAD_TYPES, export_head
-from kdjax.export.staging import check_sources, check_target, stage
+from kdjax.export.staging import check_sources, check_suffix, check_target, stage
 from kdjax.formats import open_table
 from kdjax.formats.blocks import ENCODED
 from kdjax.formats.files import check_place
@@ -312,6 +312,7 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
     check_least(args, answers=1, max_tokens=2, rows=0)
     args.machine = find_machine(args, parser)
     check_target(args.out, folder=False, overwrite=args.overwrite)
+    check_suffix(args.out, ".gguf")
     args.workdir = find_work(args.workdir, args.out, ".run")
     if args.learning_rate is None:
         args.learning_rate = kind.rate

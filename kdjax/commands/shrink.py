@@ -75,7 +75,7 @@ from kdjax.evaluation.own_text import LONGEST, QUESTION, OwnText
 from kdjax.export import export_gguf
 from kdjax.export.card import begin_card, check_card, place_card, show_bound, show_number
 from kdjax.export.formats import check_gguf_tokenizer, count_gguf_bytes
-from kdjax.export.staging import check_sources, check_target, stage
+from kdjax.export.staging import check_sources, check_suffix, check_target, stage
 from kdjax.export.weights import check_finite
 from kdjax.formats.files import bad, check_place, load_json, replacing
 from kdjax.formats.imatrix import hash_importance
@@ -170,6 +170,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.bits is not None and not 0 < args.bits <= _MOST_BITS:
         raise UserError(f"found --bits={args.bits:g}; expected more than 0, at most {_MOST_BITS}.")
     check_target(args.out, folder=False, overwrite=args.overwrite)
+    check_suffix(args.out, ".gguf")
     check_card(args.out)
     args.work = find_work(args.work, args.out, ".shrink")
     args.own, args.checked = OwnText.find(args.text, args.work), False

@@ -116,8 +116,6 @@ def place_card(file: Path) -> Path:
 def check_card(file: Path) -> None:
     """Raises `UserError` if what is there under the name of a file's card is no card of it."""
     card = place_card(file)
-    if card == file:
-        raise UserError(f"found {file}, the name of a card; expected a file such as small.gguf.")
     if os.path.lexists(card) and not read_card(file):
         raise UserError(
             f"{card} is there, where the card of {file.name} is written, and is none. Move it, or "

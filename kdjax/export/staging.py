@@ -38,6 +38,12 @@ def check_target(out: Path, *, folder: bool, overwrite: bool) -> None:
         )
 
 
+def check_suffix(out: Path, suffix: str) -> None:
+    """Raises `UserError` for a file whose name does not end in `suffix`: readers go by it."""
+    if out.suffix != suffix:
+        raise UserError(f"{out}: expected a name that ends in {suffix}. Add the suffix.")
+
+
 def check_sources(out: Path, sources: Iterable[str | Path | None], flag: str = "--out") -> None:
     """Raises `UserError` for a target that is one of the files that it is made of, or their folder.
 
