@@ -1,7 +1,9 @@
 """Whether one model may draft for another: equal ids, and llama.cpp's rules for a pair."""
 
+import functools
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kdjax.errors import UserError
@@ -29,9 +31,14 @@ def check_same_ids(big: Tokenizer | None, small: Tokenizer | None) -> None:
 
 
 def warn_if_refused(big: Checkpoint, small: Checkpoint) -> None:
-    """Logs why llama.cpp would refuse `small` as a draft for `big`, if it would."""
+    """Logs once why llama.cpp would refuse `small` as a draft for `big`, if it would."""
     if reason := why_refused(big.header.metadata, small.header.metadata):
-        _log.warning("llama.cpp would not draft with this pair: %s", reason)
+        _warn(big.path, small.path, reason)
+
+
+@functools.cache  # a command looks at a pair before its long work, and its run does
+def _warn(big: Path, small: Path, reason: str) -> None:
+    _log.warning("llama.cpp would not draft with this pair: %s", reason)
 
 
 def why_refused(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
