@@ -135,6 +135,17 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
     where = ["--format=gguf", f"--out={path}", "--overwrite"]
     fails("is what the command reads", path, *where, "--type=q4_0")
     fails("found ''; expected a type of numbers", path, "--format=gguf", out, "--type=")
+    with monkeypatch.context() as patch:  # a type is refused first, and nothing else is said
+        patch.setattr(command, "read_model", lambda *_, **__: pytest.fail("read"))
+        for form, kind, wanted in (
+            ("hf", "q4_k_m", "'q4_k_m' for a Hugging Face folder"),
+            ("apr", "q2_k", "'q2_k' for an .apr file"),
+            ("gguf", "q9", "'q9' for a GGUF file"),
+            ("gguf", "q4_0,blocks/none=Q8_0", "quantize='q4_0,blocks/none=Q8_0': no parameter"),
+            ("peft", "q4_0", "found --format=peft with --type"),
+        ):
+            where = f"--format={form}", f"--type={kind}", f"--out={tmp_path}/new.apr"
+            fails(rf"\Aerror: (found type )?{wanted}", path, *where)
     folder = ["--format=hf", "--overwrite", f"--out={tmp_path}/hf"]
     fails("is what the command reads", tmp_path / "hf", *folder)
     (tmp_path / "a.gguf").write_bytes(b"before")

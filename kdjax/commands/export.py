@@ -31,7 +31,7 @@ from kdjax.errors import CHECK_FAILED, FINISHED, UserError, reporting
 from kdjax.export.adapters import export_gguf_adapter, export_peft
 from kdjax.export.card import model_card
 from kdjax.export.check import ExportSummary
-from kdjax.export.formats import GGUF_TYPES, export_apr, export_gguf, export_hf
+from kdjax.export.formats import GGUF_TYPES, check_type, export_apr, export_gguf, export_hf
 from kdjax.export.heads import export_head
 from kdjax.export.staging import check_sources, check_target
 from kdjax.formats.safetensors import is_model_folder
@@ -137,20 +137,23 @@ def export(args: argparse.Namespace) -> ExportSummary | str:
             f"{checkpoint}: found --masters with a student that was not rounded in training; "
             "expected one of student.quantize. Leave it out."
         )
+    adapters = args.format in ("peft", "gguf-adapter")
+    if adapters and (args.type not in (None, "f32") or args.imatrix):
+        raise UserError(
+            f"found --format={args.format} with --type or --imatrix; expected neither: adapters "
+            "are float32. Leave them out."
+        )
+    if args.imatrix and args.format != "gguf":
+        raise UserError("found --imatrix without --format=gguf; expected both: leave one out.")
+    if args.type and not adapters:
+        check_type(args.type, args.format, checkpoint.spec)
     model = read_model(checkpoint, masters=args.masters)
-    if args.format in ("peft", "gguf-adapter"):
-        if args.type not in (None, "f32") or args.imatrix:
-            raise UserError(
-                f"found --format={args.format} with --type or --imatrix; expected neither: "
-                "adapters are float32. Leave them out."
-            )
+    if adapters:
         write = export_peft if args.format == "peft" else export_gguf_adapter
         return write(model, out, overwrite=args.overwrite)
     if checkpoint.whole_step is None and checkpoint.adapters is None:
         kept = "stored"
     as_kept = args.format == "gguf" and bool(kept) and not args.masters and not args.type
-    if args.imatrix and args.format != "gguf":
-        raise UserError("found --imatrix without --format=gguf; expected both: leave one out.")
     dtype = None if as_kept else args.type or "f32"
     options: dict[str, Any] = {"dtype": dtype, "overwrite": args.overwrite}
     print(f"{checkpoint}: {args.format} as {dtype or kept} to {out}", file=sys.stderr)

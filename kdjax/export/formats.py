@@ -15,7 +15,7 @@ from kdjax.errors import UserError
 from kdjax.export import headers, vocabulary
 from kdjax.export.card import model_card
 from kdjax.export.check import ExportSummary, check_export
-from kdjax.export.staging import stage, write_json
+from kdjax.export.staging import check_suffix, stage, write_json
 from kdjax.export.weights import Tensor, list_tensors
 from kdjax.formats.apr.table import DTYPES, write_apr
 from kdjax.formats.files import TensorToWrite
@@ -40,6 +40,11 @@ HF_TYPES = ("f32", "bf16", "f16")
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_0", "q4_k_m", "iq4_nl", "iq4_xs", "q4_0")
 GGUF_TYPES += ("mxfp4", "q3_k_m", "q2_k")
 APR_TYPES = ("f32", "f16", "bf16", "q6_k", "q4_k_m")
+_TYPES = {
+    "hf": (HF_TYPES, "a Hugging Face folder"),
+    "gguf": (GGUF_TYPES, "a GGUF file"),
+    "apr": (APR_TYPES, "an .apr file"),
+}
 
 _log = logging.getLogger("kdjax")
 
@@ -178,8 +183,16 @@ def _warn_rounded(tensors: list[Tensor], checkpoint: Checkpoint, kind: str | Non
         )
 
 
-def _check_type(kind: str, known: tuple[str, ...], target: str) -> None:
-    if kind not in known:
+def check_type(kind: str, form: str, spec: ArchSpec | None = None) -> None:
+    """Raises `UserError` for a type that files of a format do not have: `hf`, `gguf` or `apr`.
+
+    Of types by name, or in a file, which GGUF files alone have, those that `spec` cannot have.
+    """
+    known, target = _TYPES[form]
+    if form == "gguf" and ("=" in kind or "," in kind or Path(kind).is_file()):
+        if spec is not None:
+            Mixture.named(kind, spec)
+    elif kind not in known:
         raise UserError(
             f"found type {kind!r} for {target}; expected one of {', '.join(known)}. Pick one of "
             + ("them, or export GGUF, which has all types." if kind in GGUF_TYPES else "them.")
@@ -206,7 +219,7 @@ def export_hf(
 
         kdjax.export_hf(student.replace(params=state.params), "student-hf", dtype="bf16")
     """
-    _check_type(dtype, HF_TYPES, "a Hugging Face folder")
+    check_type(dtype, "hf")
     spec, tensors, header, tokenizer, files = _open_source(model, dtype, gguf=False)
     stored = dtype.upper()
     apart = [(t.name, stored, t.shape, t.stream(stored)) for t in tensors]
@@ -243,8 +256,8 @@ def export_gguf(
     Header and tokenizer are kept if the model came from a GGUF file. Arguments and errors: see
     `export_hf`.
     """
-    if dtype is not None and not ("=" in dtype or "," in dtype or Path(dtype).is_file()):
-        _check_type(dtype, GGUF_TYPES, "a GGUF file")
+    if dtype is not None:
+        check_type(dtype, "gguf")
     source = _open_source(model, dtype, gguf=True)
     metadata, rows = _list_gguf(source, dtype, read_importance(imatrix) if imatrix else None)
     with stage(Path(out), folder=False, overwrite=overwrite) as aside:
@@ -302,9 +315,8 @@ def export_apr(
     Raises `UserError` also if rows do not fill complete K-blocks, for which the format has no other
     type. Arguments and other errors: see `export_hf`.
     """
-    _check_type(dtype, APR_TYPES, "an .apr file")
-    if Path(out).suffix != ".apr":
-        raise UserError(f"{out}: expected a name that ends in .apr. Add the suffix.")
+    check_type(dtype, "apr")
+    check_suffix(Path(out), ".apr")
     source = _open_source(model, dtype, gguf=False)
     if source.spec.experts:
         raise UserError(
