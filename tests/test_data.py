@@ -949,7 +949,7 @@ def test_text_of_white_space_alone_is_called_so(tokenizer, tmp_path, content):
 
 def test_one_sided_split_is_refused(tokenizer, tmp_path):
     write_documents(tmp_path / "t", 3)
-    said = r"heldout out of 3: change data.heldout_fraction=0.01, add documents \(459 nearly always"
+    said = r"heldout out of 3: add documents \(459 nearly always .*; shrink: --text\), name others"
     with pytest.raises(UserError, match=said):  # 0.99 ** 459 = 0.0099
         prepare(tmp_path, tokenizer, str(tmp_path / "t"), heldout_fraction=0.01)
     assert not list((tmp_path / "cache").glob("*"))
@@ -958,9 +958,9 @@ def test_one_sided_split_is_refused(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("train", "heldout", "fraction", "message"),
     [
-        ("t", "", 1e-9, "no document is left for heldout out of 6: change data"),
-        ("t", "", 1 - 1e-9, "no document is left for train out of 6: change data"),
-        ("t", "t", 0.5, "no document is left for train out of 6: all of data.train is also in"),
+        ("t", "", 1e-9, "no document is left for heldout out of 6: add documents"),
+        ("t", "", 1 - 1e-9, "no document is left for train out of 6: add documents"),
+        ("t", "t", 0.5, r"no document is left for train out of 6: all of data.train \(--text\) is"),
         ("blank", "t", 0.5, "no document is left for train out of 6: data.train holds no text"),
         ("blank", "", 0.5, "the text is empty"),
     ],

@@ -916,7 +916,7 @@ def test_a_run_without_a_document_to_hold_out_is_not_planned(tiny_config, monkey
     monkeypatch.setattr("kdjax.data.sources.fetch_path", find)
     (tmp_path / "a.txt").write_text("One document, which is on one side alone.")
     sound, tiny_config.data.train = tiny_config.data.train, str(tmp_path / "a.txt")
-    with pytest.raises(UserError, match=r"no document is left for .* out of 1: change data"):
+    with pytest.raises(UserError, match=r"no document is left for .* out of 1: add documents"):
         survey(tiny_config, whole=False)
     for text in ("hf:somebody/text/a.jsonl", f"{tmp_path}/b.txt", sound):
         tiny_config.data.train = text

@@ -292,7 +292,8 @@ def test_what_a_folder_holds_beside_text_is_said(tmp_path, caplog):
     assert [path.name for path in find_files(str(tmp_path))] == ["a.py"]
     left_out = survey_files(str(tmp_path)).count()
     assert left_out[sources.OTHER_SUFFIX] == {".png": 2, "Makefile": 1}
-    assert "fixture.json: records of id, size, which data.fields may name, left out" in caplog.text
+    said = "fixture.json: records of id, size, which data.fields (--fields) may name, left out"
+    assert said in caplog.text
     assert "sales.csv: records of date, amount" in caplog.text
     # Named itself, it is refused: nothing of it can be read.
     with pytest.raises(UserError, match=r"sales\.csv: expected columns of .*found date, amount"):

@@ -653,6 +653,21 @@ def test_what_the_export_says_of_a_tokenizer_is_said_once(
     assert "the smallest mixture" in said and said.count("other spaces") == len(plan)
 
 
+def test_too_few_documents_are_refused_with_what_the_command_takes(
+    exact, text, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(shrink, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    rows = f"--config.data.cache_dir={tmp_path}/rows"
+    assert run(exact, text, tmp_path, BITS, f"--text={text}/a1.py", "--heldout=", rows) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    for advice in ("nearly always leave one; shrink: --text)", "data.heldout (shrink: --heldout)"):
+        assert advice in said
+    held = f"--heldout={text}/a1.py"
+    assert run(exact, text, tmp_path, BITS, f"--text={text}/a1.py", held, rows) == 2
+    both = "all of data.train (--text) is also in data.heldout (--heldout)."
+    assert capsys.readouterr().err.splitlines()[-1].endswith(both)
+
+
 @pytest.mark.parametrize("name", ["small.gguf", "own"])
 def test_a_model_with_numbers_that_are_not_finite_is_refused_before_it_works(
     name, models, text, tmp_path, capsys, monkeypatch

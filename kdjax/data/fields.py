@@ -157,5 +157,5 @@ def name_known(there: Iterable[str]) -> str:
     names = set(there)
     line = next((line for known, line in _KNOWN if {*known} <= names), None)
     if line is None:
-        return " Name the columns by data.fields, as in user=question,assistant=answer."
-    return f" Set data.fields={line}"
+        return " Name the columns by data.fields (--fields), as in user=question,assistant=answer."
+    return f" Set data.fields={line} (--fields)"

@@ -672,13 +672,14 @@ def _check_counts(counts: Sequence[int], settings: RowSettings, left_out: int) -
             share = settings.heldout_fraction
             enough = count_enough(share if name == "heldout" else 1 - share)
             hint = (
-                f"change data.heldout_fraction={share:g}, add documents ({enough:,} nearly always "
-                "leave one), or set data.heldout"
+                f"add documents ({enough:,} nearly always leave one; shrink: --text), name others "
+                "to judge by, data.heldout (shrink: --heldout), or change "
+                f"data.heldout_fraction={share:g} of a config"
             )
             if settings.heldout:
                 hint = f"data.{name} holds no text, or less than two tokens a document"
             if left_out and name == "train":
-                hint = "all of data.train is also in data.heldout"
+                hint = "all of data.train (--text) is also in data.heldout (--heldout)"
             raise UserError(f"no document is left for {name} out of {total}: {hint}.")
 
 
@@ -691,8 +692,8 @@ def _check_sides(
     if long and not all(counts) and settings.long != LONG_RECORDS[1]:
         raise UserError(
             f"{long}: found a record longer than a row of {settings.seq_len + 1:,} tokens, and "
-            f"none for {_SIDES[counts.index(0)]} that is shorter. Raise data.seq_len, or set "
-            f"data.long={LONG_RECORDS[1]}, which keeps the ends of long ones."
+            f"none for {_SIDES[counts.index(0)]} that is shorter. Raise data.seq_len (--seq-len), "
+            f"or set data.long={LONG_RECORDS[1]} of a config, which keeps the ends of long ones."
         )
     _check_counts(counts, settings, left_out)
     sides: dict[str, Any] = {}

@@ -165,7 +165,7 @@ def _survey_folder(folder: Path, fields: Fields) -> Survey:
             continue
         left_out.pop(path, None)
         if other := find_other_content(path, fields):
-            left_out[path] = f"{other}, which data.fields may name"
+            left_out[path] = f"{other}, which data.fields (--fields) may name"
         else:
             files.append(path)
     return Survey(files, left_out)

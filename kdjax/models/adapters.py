@@ -133,13 +133,13 @@ def choose_lora(
     if spec.experts:
         raise UserError(
             f"found a {spec.family} model of {spec.experts} experts to adapt; expected one without "
-            "experts, whose matrices are routed. Train all of it (student.lora.rank 0)."
+            "experts, whose matrices are routed. Train all of it (student.lora.rank 0, --rank=0)."
         )
     if FAMILIES[spec.family].fused:
         raise UserError(
             f"found a {spec.family} model to adapt, whose files keep q, k and v as one matrix; "
             "expected one whose matrices have separate names, as adapters do. Train all of it "
-            "(student.lora.rank 0)."
+            "(student.lora.rank 0, --rank=0)."
         )
     known = {path: _name_target(path, spec) for path in list_adaptable(spec)}
     words = [word.strip() for word in targets.split(",") if word.strip()]
@@ -155,8 +155,8 @@ def choose_lora(
     if not 1 <= rank <= min(wide[least][1:]):
         raise UserError(
             f"found rank {rank} for adapters; expected 1 to {min(wide[least][1:])}: "
-            f"{known[least][0]} has shape {list(wide[least][1:])}. Lower student.lora.rank, or "
-            "leave that matrix out of student.lora.targets."
+            f"{known[least][0]} has shape {list(wide[least][1:])}. Lower student.lora.rank "
+            "(--rank), or leave that matrix out of student.lora.targets."
         )
     if not alpha > 0:
         raise UserError(f"found alpha={alpha} for adapters; expected a number above 0.")

@@ -112,8 +112,8 @@ class Judge:
             raise WorseError(
                 f"step {step}: training has made the held-out {name} worse by {worse:.4g}, to "
                 f"{value:.4g}; its standard error is {error:.2g}, and {self._errors:g} of them are "
-                f"allowed. {kept}. Lower optim.learning_rate, choose another figure (eval.best), "
-                "or let it go on with eval.stop_worse=0."
+                f"allowed. {kept}. Lower optim.learning_rate (--learning-rate), choose another "
+                "figure (eval.best), or let it go on with eval.stop_worse=0."
             )
 
     def begin(self) -> None:

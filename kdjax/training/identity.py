@@ -148,7 +148,7 @@ def check_same_run(
     }
     if not differences:
         return
-    remedy = "Restore these values, or choose a new workdir."
+    remedy = "Restore these values, or choose a new workdir (shrink: --work)."
     if finished and current.get("train.steps", 0) > step and differences.keys() <= _SCHEDULE:
         remedy = (
             f"That run has finished. To go on from its checkpoint of step {step}, with the same "

@@ -140,7 +140,7 @@ def _warn_of_long(side: str, info: Mapping[str, Any], data: DataConfig) -> None:
             what, other = "cut, their ends kept", "data.long=leave_out leaves them out"
         _log.warning(
             "text, %s: %s records are longer than a row of %s tokens and are %s, the first %s: %s, "
-            "a larger data.seq_len all of them",
+            "a larger data.seq_len (--seq-len) all of them",
             *(side, f"{info['long']:,}", f"{data.seq_len + 1:,}", what, info["first_long"], other),
         )
 
@@ -150,7 +150,7 @@ def warn_of_readings(config: Config, epochs: float) -> None:
     if epochs > _READINGS:
         _log.warning(
             "train: %s steps are %.1f epochs of the text, and students memorise what they read for "
-            "more than %s: use more text (data.train), or fewer steps",
+            "more than %s: use more text (data.train, --text), or fewer steps",
             *(f"{config.train.steps:,}", epochs, _READINGS),
         )
 

@@ -55,7 +55,7 @@ def open_pair(config: Config, *, whole: bool = True) -> Pair:
         if checkpoint and config.data.seq_len > checkpoint.spec.max_positions:
             raise UserError(
                 f"data.seq_len={config.data.seq_len} exceeds the {name}'s context of "
-                f"{checkpoint.spec.max_positions} positions. Lower data.seq_len."
+                f"{checkpoint.spec.max_positions} positions. Lower data.seq_len (--seq-len)."
             )
     plain = config.student.init == "checkpoint" and not form.differs
     if teacher and plain and same_weights(teacher, student):

@@ -45,7 +45,7 @@ class NonFiniteGuard(Hook):
             kept = f"The step's batch could not be kept ({error})"
         raise NonFiniteError(
             f"step {record.step}: {', '.join(bad)} not finite. {kept}; the last checkpoint is from "
-            "before it. Lower optim.learning_rate, or look at those rows."
+            "before it. Lower optim.learning_rate (--learning-rate), or look at those rows."
         )
 
     def eval_end(self, step: int, figures: Mapping[str, float]) -> None:
