@@ -167,7 +167,7 @@ def describe_error(error: BaseException) -> str:
     whose = "this machine's" if isinstance(error, MemoryError) else "the device's"
     said = str(error).removeprefix(f"{_NO_ROOM}: ").split("\n")[0].rstrip(".") or "no room"
     return (
-        f"{whose} memory: {said}. Take fewer rows at a time (--batch-size, "
+        f"{whose} memory: {said}. Take fewer rows at a time (--batch-size, --microbatches, "
         "train.microbatches), shorter ones (--max-tokens, --seq-len, data.seq_len), or a model's "
         "weights as its file has them (@packed); `kdjax plan` says what a training run needs."
     )

@@ -231,6 +231,7 @@ def test_a_machine_without_memory_ends_a_command_with_one_line(error, told, caps
     assert body() == BAD_INPUT
     said = capsys.readouterr().err
     assert said.startswith(f"error: this machine's memory: {told}") and said.count("\n") == 1
+    assert "(--batch-size, --microbatches, train.microbatches)" in said
 
 
 def test_code_that_a_model_wrote_brings_no_remarks_of_python(capfd):

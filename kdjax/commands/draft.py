@@ -99,7 +99,7 @@ class _Block:
 
     def check_models(self, args: argparse.Namespace) -> None:
         """Raises `UserError` for models that this kind does not take."""
-        served = open_checkpoint(_served(args))
+        served = _open_served(args)
         find_block(served.spec, served, new=args.new)
 
     def fill(self, config: Config, args: argparse.Namespace) -> None:
@@ -145,7 +145,7 @@ class _Head:
 
     def check_models(self, args: argparse.Namespace) -> None:
         """Raises `UserError` for models that this kind does not take."""
-        served = open_checkpoint(_served(args))
+        served = _open_served(args)
         check_tapped(served.spec, served)
 
     def fill(self, config: Config, args: argparse.Namespace) -> None:
@@ -167,7 +167,7 @@ class _Head:
 
     def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
         """Commands that use the file."""
-        shape = read_shape(open_table(args.out), open_checkpoint(_served(args)).spec)
+        shape = read_shape(open_table(args.out), _open_served(args).spec)
         return _list_paired(args, f"draft-{shape.kind}", drafts)
 
 
@@ -187,7 +187,7 @@ class _Small:
 
     def check_models(self, args: argparse.Namespace) -> None:
         """Raises `UserError` for models that this kind does not take."""
-        served, small = open_checkpoint(_served(args)), open_checkpoint(args.draft)
+        served, small = _open_served(args), open_checkpoint(args.draft)
         check_same_ids(served.tokenizer, small.tokenizer)
         warn_if_refused(served, small)
 
@@ -209,7 +209,7 @@ class _Small:
     def list_next(self, args: argparse.Namespace, drafts: int) -> list[str]:
         """Commands that use the file; in place of the server's, why it would draft nothing."""
         commands = _list_paired(args, "draft-simple", drafts)
-        served, small = open_checkpoint(_served(args)), open_checkpoint(str(args.out))
+        served, small = _open_served(args), open_checkpoint(str(args.out))
         if reason := why_refused(served.header.metadata, small.header.metadata):
             commands[0] = f"  not llama-server, which would not draft with this pair: {reason}"
         return commands
@@ -237,6 +237,10 @@ _KINDS = {
 
 def _served(args: argparse.Namespace) -> str:
     return ModelArgument.parse(args.model).path
+
+
+def _open_served(args: argparse.Namespace) -> Checkpoint:
+    return open_checkpoint(_served(args))
 
 
 def _form(model: str) -> str:
@@ -333,7 +337,7 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
 
 def _count_prompts(args: argparse.Namespace, most: int) -> int:
     """Counts the prompts that MODEL has room to answer, up to `most`."""
-    served, fields = open_checkpoint(_served(args)), Fields.parse(args.fields)
+    served, fields = _open_served(args), Fields.parse(args.fields)
     files, tokenizer = find_files(args.prompts, fields), served.tokenizer
     read = [*itertools.islice(openings(files, tokenizer, fields), most)]
     room = served.spec.max_positions - args.max_tokens
