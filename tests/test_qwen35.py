@@ -345,7 +345,7 @@ def test_adapters_reach_both_kinds_of_layers(path, model, targets, counts, narro
     export_hf(on_folder, tmp_path / "merged")
     for merged in ("merged.gguf", "merged"):
         found = kdjax.load(tmp_path / merged, dtype="float32").logits(ids)
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        np.testing.assert_allclose(found, wanted, atol=3e-4)
 
 
 @pytest.mark.slow

@@ -726,7 +726,7 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     logits = 4 * min(1024, args.rows * args.seq_len) * spec.vocab_size
     others = weights if args.costs else _STACKS * max(stacks.values())  # of a proof, or a cost
     needed = 4 * (weights + others + states + logits)
-    if not gptq.suits(spec):
+    if not gptq.suits(spec) or (args.train and args.rank):  # adapters begin at the model's numbers
         return needed
     # Of the model itself and of what is rounded: states of all rows, those after a layer of one of
     # both, and a batch's inputs.
@@ -760,7 +760,7 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         positions = args.rows * args.seq_len
         head = 2 * spec.vocab_size * spec.hidden_size  # of a token; of the layers half, on average
         flops = passes * positions * (spec.forward_flops(args.seq_len) + head) / 2
-        recipe, needed = _find_recipe(args, checkpoint, goal.nbytes), _count_measuring(spec, args)
+        recipe = _find_recipe(args, checkpoint, goal.nbytes)
         devices = here if machine is None else machine.summary
         peak = devices.peak_flops and devices.peak_flops / devices.count
         minutes = f", about {flops / peak / _SHARE / 60:,.1f} minutes" if peak else ""
@@ -772,14 +772,14 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         print(f"{args.out}: at most {goal.nbytes / 1e6:,.1f} MB, compared with {recipe}")
         if args.costs is None:
             print(f"costs: {passes:,} passes of {positions:,} positions{minutes}")
-        room = devices.memory_bytes
+        args.rank = _choose_rank(args, checkpoint)
+        room, needed = devices.memory_bytes, _count_measuring(spec, args)
         of = f" of {room / 1e9:,.1f} GB" if room else ""
         print(f"memory of importance, costs and GPTQ: about {needed / 1e9:,.1f} GB{of}")
         if missing := _name_fewer_rows(args, spec, room):
             print(f"that is too much: {missing}")
         if not args.train:
             return BAD_INPUT if missing else FINISHED
-        args.rank = _choose_rank(args, checkpoint)
         if args.seconds:
             print(f"training: {args.seconds / 60:,.1f} minutes, and evaluations")
         status = print_plan(survey_headers(_make_config(args, spec, recipe), machine, _FLAGS))
