@@ -33,6 +33,7 @@ from kdjax.data.rows import Rows
 from kdjax.errors import MissingFileError, UserError
 from kdjax.evaluation import heldout
 from kdjax.formats import open_table
+from kdjax.formats.gguf import write_gguf
 from kdjax.models import long_text, pretokenizers
 from kdjax.models.tokenizer import _find_refused, from_gguf, load_tokenizer
 from kdjax.training import inputs
@@ -327,6 +328,14 @@ def test_ids_of_llama_cpps_vocabularies():
     assert vocabularies.main([str(folder)]) == 0
     llama3 = load_tokenizer(folder / "ggml-vocab-llama-bpe.gguf")
     assert llama3.encode("Cửa Việt") == [34, 91163, 101798]
+
+
+def test_a_gguf_header_may_have_no_types(models, tmp_path):
+    metadata = dict(open_table(models / "student.gguf").metadata)
+    types = metadata.pop("tokenizer.ggml.token_type")
+    write_gguf(tmp_path / "m.gguf", metadata, [("t", "F32", (1,), np.zeros(1, "<f4"))])
+    found, wanted = load_tokenizer(tmp_path / "m.gguf"), load_tokenizer(models / "student.gguf")
+    assert 3 in types and found.encode("a<|im_end|>b") == wanted.encode("a<|im_end|>b")
 
 
 def test_strings_of_special_tokens_may_be_ordinary_text(models):

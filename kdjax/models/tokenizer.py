@@ -398,7 +398,7 @@ def _read_parts(metadata: Mapping[str, Any], rule: Rule, *, scored: bool) -> Enc
     tokens: list[str] = list(metadata["tokenizer.ggml.tokens"])
     parts = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", [])]
     merges = [(left, right) for left, right in parts]
-    stored = getattr(metadata, "stored", metadata.get)("tokenizer.ggml.token_type")
+    stored = metadata.get("tokenizer.ggml.token_type")
     types = _guess_types(tokens, merges) if stored is None else [int(t) for t in stored]
     while types and types[-1] == UNUSED:  # "[PAD151665]" and its like
         types.pop()
