@@ -114,11 +114,11 @@ def _add_least(
 ) -> "Plan":
     """Adds the smallest device that the run can go to; as `plan` is where nothing is smaller."""
     from kdjax.training.memory import CPU_ERROR, Least
-    from kdjax.training.plan import find_least, write_flags
+    from kdjax.training.plan import list_plans, take_least, write_flags
 
     axes, summary = config.mesh, machine.summary
     mesh = list_meshes(axes.data, axes.fsdp, axes.tensor, machine.devices)[-1]
-    leanest, changes = find_least(config, pair, mesh, summary, plan.kind, flags)
+    leanest, changes = take_least(list_plans(config, pair, mesh, summary, plan.kind, flags))
     on_cpu = summary.platform == "cpu"
     needed = leanest.needed * (CPU_ERROR if on_cpu else 1)
     if needed >= plan.needed:

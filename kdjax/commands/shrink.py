@@ -54,14 +54,7 @@ from kdjax.device import cluster, runtime
 from kdjax.device.machines import Machine, parse_bytes
 from kdjax.device.placement import Placement
 from kdjax.device.sharding import make_local_mesh
-from kdjax.errors import (
-    BAD_INPUT,
-    FINISHED,
-    INTERRUPTED,
-    NOT_FINITE,
-    UserError,
-    reporting,
-)
+from kdjax.errors import BAD_INPUT, FINISHED, INTERRUPTED, NOT_FINITE, UserError, reporting
 from kdjax.evaluation.choice import bound_bytes, check_costs, choose_mixture, list_types
 from kdjax.evaluation.costs import (
     Comparison,
@@ -100,7 +93,7 @@ from kdjax.training.inputs import prepare
 from kdjax.training.job import survey
 from kdjax.training.memory import Plan
 from kdjax.training.pair import Pair
-from kdjax.training.plan import find_fitting, write_flags
+from kdjax.training.plan import list_plans, take_fitting, write_flags
 from kdjax.watch.guards import NonFiniteError
 from kdjax.watch.run import distill
 
@@ -566,7 +559,8 @@ class _Trial:
     def find_fitting(self, devices: runtime.Devices) -> tuple[Plan, str]:
         """The plan with the mildest flags that change no result, and these flags."""
         kind, mesh = self.plan.kind, self.placement.mesh
-        plan, changes = find_fitting(self.config, self.pair, mesh, devices, kind, _FLAGS)
+        plans = list_plans(self.config, self.pair, mesh, devices, kind, _FLAGS)
+        plan, changes = take_fitting(plans)
         return plan, write_flags(changes, flatten(self.config), _FLAGS)
 
 

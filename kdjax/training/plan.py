@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -663,7 +663,7 @@ def _find_remedy(
     config: Config, pair: Pair, mesh: Mesh, devices: Devices, kind: TeacherKind
 ) -> str:
     """Suggests the smallest changes with which a run fits."""
-    plan, changes = find_fitting(config, pair, mesh, devices, kind)
+    plan, changes = take_fitting(list_plans(config, pair, mesh, devices, kind))
     flags = write_flags(changes, flatten(config))
     if not plan.missing:
         return f"It would fit with {flags} ({plan.peak / 1e9:.2f} GB)."
@@ -672,56 +672,38 @@ def _find_remedy(
     return f"{even} {other}"
 
 
-_Changed = tuple[Plan, dict[str, Any]]  # a plan, and the changes of fields that lead to it
+Changed = tuple[Plan, dict[str, Any]]  # a plan, and the changes of fields that lead to it
 
 
-def find_fitting(
-    config: Config,
-    pair: Pair,
-    mesh: Mesh,
-    devices: Devices,
-    kind: TeacherKind,
-    only: Container[str] | None = None,
-) -> _Changed:
-    """The mildest plan that fits, else the plan of `find_least`; arguments are as there."""
-    tried: list[_Changed] = []
-    for changed in _list_plans(config, pair, mesh, devices, kind, only):
+def take_fitting(plans: Iterable[Changed]) -> Changed:
+    """Takes the first plan that fits, else what `take_least` does."""
+    tried: list[Changed] = []
+    for changed in plans:
         if not changed[0].missing:
             return changed
         tried.append(changed)
-    return _take_least(tried)
+    return take_least(tried)
 
 
-def find_least(
-    config: Config,
-    pair: Pair,
-    mesh: Mesh,
-    devices: Devices,
-    kind: TeacherKind,
-    only: Container[str] | None = None,
-) -> _Changed:
-    """The plan that needs the least memory, and the changes of fields that lead to it.
-
-    Only fields that decide no result change, and of these `only` those. Of plans within 1% of the
-    smallest it is the mildest.
-    """
-    return _take_least([*_list_plans(config, pair, mesh, devices, kind, only)])
-
-
-def _take_least(plans: Sequence[_Changed]) -> _Changed:
+def take_least(plans: Iterable[Changed]) -> Changed:
+    """Takes the plan that needs the least memory; of those within 1% of it the first."""
+    plans = list(plans)
     smallest = min(plan.peak for plan, _ in plans)
     return next(changed for changed in plans if changed[0].peak <= 1.01 * smallest)
 
 
-def _list_plans(
+def list_plans(
     config: Config,
     pair: Pair,
     mesh: Mesh,
     devices: Devices,
     kind: TeacherKind,
-    only: Container[str] | None,
-) -> Iterator[_Changed]:
-    """Plans that need less memory, the mildest first; arguments are as for `find_least`."""
+    only: Container[str] | None = None,
+) -> Iterator[Changed]:
+    """Plans that need less memory, the mildest first, and the changes of fields that lead there.
+
+    Only fields that decide no result change, and of these `only` those.
+    """
     config, least = settle_dtype(config, devices.platform), dict[str, Any]()
     if isinstance(kind, Dense) and config.teacher.weights == kind.name:
         least["teacher.weights"] = Packed.name
