@@ -1079,14 +1079,19 @@ def test_a_full_disk_or_a_kill_in_any_part_loses_nothing(
     assert (tmp_path / "small.gguf").exists() and (tmp_path / "small.md").exists()
 
 
+def store_twice(path, out, dtype):
+    """Writes a file of a tied model with the embedding once more, as its head."""
+    student = kdjax.load(path, dtype="float32")
+    head = student.params | {"head": student.params["embed"]}
+    twice = student.replace(params=head, spec=dataclasses.replace(student.spec, tied=False))
+    export_gguf(twice, out, dtype=dtype, overwrite=True)
+    assert "output.weight" in open_table(out)
+
+
 @pytest.mark.slow
 def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypatch):
     """From a file that stores its tied head twice, as some published ones do."""
-    student = kdjax.load(exact / "student.gguf", dtype="float32")
-    head = student.params | {"head": student.params["embed"]}
-    twice = student.replace(params=head, spec=dataclasses.replace(student.spec, tied=False))
-    export_gguf(twice, exact / "student.gguf", overwrite=True)
-    assert "output.weight" in open_table(exact / "student.gguf")
+    store_twice(exact / "student.gguf", exact / "student.gguf", "f32")
     monkeypatch.setattr(shrink, "_RECIPES", ("q4_0", "q5_0", "q8_0"))
     flags = ["--like=q4_0", "--steps=7"]
     with monkeypatch.context() as patch:
@@ -1209,7 +1214,8 @@ def test_the_bench_leaves_the_lattice_and_takes_costs_of_ggml(models, text, tmp_
     held.mkdir()
     for number in range(8):
         (held / f"{number}.txt").write_text(f"of the {number}th document a part " * 20)
-    where = [f"--model={models}/student.gguf", f"--text={text}", f"--out={out}"]
+    store_twice(models / "student.gguf", tmp_path / "twice.gguf", "q8_0,head=Q5_1")
+    where = [f"--model={tmp_path}/twice.gguf", f"--text={text}", f"--out={out}"]
     where.append(f"--heldout={held}")
     assert mixtures.main([*where, *flags]) == 0
     lines = (out / "results.jsonl").read_text()
@@ -1221,7 +1227,11 @@ def test_the_bench_leaves_the_lattice_and_takes_costs_of_ggml(models, text, tmp_
     assert wider <= chosen and "IQ3_S" not in rows["q5_0 chosen importance"]["types"]
     measured = json.loads((out / "costs.json").read_text())["costs"]["blk.0.ffn_down.weight"]
     assert 1 < measured["IQ3_S"] / measured["Q4_0"] < 100
-    assert open_table(out / "reference.gguf").info("blk.0.ffn_up.weight").dtype == "BF16"
+    reference = open_table(out / "reference.gguf")
+    assert reference.info("blk.0.ffn_up.weight").dtype == "BF16"
+    assert "output.weight" not in reference
+    recipe, chosen = (rows[f"q5_0 {x} importance"]["types"] for x in ("recipe", "chosen"))
+    assert sum(recipe.values()) == sum(chosen.values()) + 1
     assert mixtures.main([*where, *flags]) == 0
     assert (out / "results.jsonl").read_text() == lines
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32))

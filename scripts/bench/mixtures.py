@@ -12,7 +12,9 @@ those of `--ggml` also by ggml's encoders, as llama-quantize does, and those of 
 With `--wider` types that kdjax does not write are measured, too, and chosen from in further rows,
 rounded by ggml's own encoder (`scripts.bench.ggml`): `--wider=IQ2_S,IQ3_XXS,IQ3_S`. `--train`
 trains the chosen types, with `--both` also the recipe's, for seconds, from the masters of
-`--start`. KL and agreement are from the reference, on held-out rows that no cost was measured on.
+`--start`. A file that stores its tied head next to its embedding has them as one matrix in the
+reference and in chosen types; recipes are as llama-quantize makes them of the file, which keeps
+both. KL and agreement are from the reference, on held-out rows that no cost was measured on.
 Each row is a line of OUT/results.jsonl at once; OUT/costs.json, OUT/types-RECIPE.txt and, with
 `--files`, the reference as OUT/reference.gguf (BF16) stay. A later call takes that reference, and
 goes on with the rows that are not there. No arm begins that `--limit` seconds leave no time for.
@@ -39,6 +41,8 @@ import kdjax
 from kdjax.config import Config
 from kdjax.data.pipeline import TextSource, eval_batches
 from kdjax.device import runtime
+from kdjax.device.placement import Placement
+from kdjax.device.sharding import make_local_mesh
 from kdjax.errors import reporting
 from kdjax.evaluation.choice import choose_mixture, count_padded, list_types
 from kdjax.evaluation.costs import (
@@ -51,11 +55,13 @@ from kdjax.evaluation.costs import (
 )
 from kdjax.formats.blocks import BLOCKS, fit_rows
 from kdjax.formats.kquants import ENCODERS
+from kdjax.models.checkpoint import open_checkpoint, tie_head
 from kdjax.models.decoder import DecoderFunctions, functional
 from kdjax.models.gptq import round_layers
 from kdjax.models.importance import measure_importance
+from kdjax.models.loading import tensor_names
 from kdjax.models.mixture import Mixture, Part, list_matrices, list_single_matrices
-from kdjax.models.model import Model
+from kdjax.models.model import Model, load_model
 from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
 from scripts.bench.arms import make_optimizer, run_arms, set_rate, train_for
@@ -118,7 +124,9 @@ class Bench:
         self.args, self.began = args, time.monotonic()
         self.stored = args.out / "reference.gguf"
         path = self.stored if self.stored.exists() else args.model
-        self.student = kdjax.load(path, dtype="float32", compute_dtype=args.compute)
+        self.student = self._load(path)
+        self.published = open_checkpoint(args.model).spec  # whose matrices recipes are for
+        self.judges: dict[bool, Comparison] = {}
         config = Config().data
         config.train, config.heldout, config.seq_len = args.text, args.heldout, args.seq_len
         config.cache_dir = str(args.out / "rows")
@@ -128,6 +136,25 @@ class Bench:
         self.cost_batches = held[:1]
         self.judged = (held[1:] or held)[: args.heldout_rows // args.cost_rows or 1]
         self.say("rows")
+
+    def _load(self, path: Path) -> Model:
+        """Loads a file in float32; a head that repeats the embedding is the embedding."""
+        found = open_checkpoint(path)
+        tied = dataclasses.replace(found, spec=tie_head(found, "auto"))
+        here = Placement.on(make_local_mesh(1))
+        return load_model(tied, placement=here, dtype="float32", compute_dtype=self.args.compute)
+
+    def as_published(self, model: Model, mixture: Mixture) -> Model:
+        """Returns the model with its embedding once more, as its head, where a mixture has both."""
+        functions, spec = model.functions, mixture.spec
+        assert isinstance(functions, DecoderFunctions)
+        if spec == model.spec:
+            return model
+        flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
+        twice = unflatten_dict(flat | {("head",): flat["embed",]})
+        return model.replace(
+            spec=spec, functions=functional(spec, functions.compute)[0], params=twice
+        )
 
     def say(self, what: str) -> None:
         """Logs the seconds so far."""
@@ -139,7 +166,7 @@ class Bench:
         if not args.reference_steps or self.stored.exists():
             return {"steps": 0}
         moved, distance = self._dither(published)
-        teacher = published.replace(params=self.cast(published.params))
+        teacher = self.teach(published)
         loss = kdjax.KDLoss(kdjax.forward_kl, 1.0, 0.0)
         settings: dict[str, Any] = self.sizes() | {"allow_degenerate": True}
         step = kdjax.make_step(published, teacher, loss, make_optimizer(), **settings)
@@ -162,7 +189,7 @@ class Bench:
             host = self.student.replace(params=jax.device_get(healed))
             print(kdjax.export_gguf(host, self.stored, dtype="bf16"))
             del host, healed, published
-            self.student = kdjax.load(self.stored, dtype="float32", compute_dtype=args.compute)
+            self.student = self._load(self.stored)
             self.say("stored")
         return {"steps": args.reference_steps, "distance in steps": distance} | figures
 
@@ -176,7 +203,9 @@ class Bench:
         table = model.checkpoint.table
         flat: dict[tuple[str, ...], Any] = flatten_dict(model.params)
         found: dict[str, list[float]] = {}
+        stored = tensor_names(table, self.spec)["embed",]  # of two copies the finer one's
         for number, (name, parts) in enumerate(list_matrices(self.spec).items()):
+            name = stored[0] if parts[0].path == ("embed",) else name
             dtype = table.info(name).dtype if name in table else "F32"
             for part in parts if BLOCKS[dtype].elements > 1 else ():
                 x = flat[part.path] if part.place is None else flat[part.path][part.place]
@@ -196,6 +225,10 @@ class Bench:
         """Arguments of `make_step`."""
         return {"microbatches": self.args.microbatches, "chunk_tokens": self.args.chunk_tokens}
 
+    def teach(self, student: Model) -> Model:
+        """A student as the steps take it for their teacher."""
+        return student.replace(params=self.cast(student.params))
+
     @property
     def spec(self) -> Any:
         """The architecture."""
@@ -208,11 +241,6 @@ class Bench:
         assert isinstance(functions, DecoderFunctions)
         compute = dataclasses.replace(functions.compute, dtype=jnp.dtype(jnp.float32))
         return self.student.replace(functions=functional(self.spec, compute)[0])
-
-    @functools.cached_property
-    def teacher(self) -> Model:
-        """The reference as the steps take it."""
-        return self.student.replace(params=self.cast(self.student.params))
 
     @functools.cached_property
     def imatrix(self) -> str:
@@ -264,19 +292,21 @@ class Bench:
         """The rows that costs are measured on, for the file of costs."""
         return {"rows": hash_rows(self.cost_batches)}
 
-    @functools.cached_property
-    def comparison(self) -> Comparison:
-        """The judge of all rows of the table."""
-        return Comparison(self.exact, self.judged)
+    def judge(self, mixture: Mixture) -> Comparison:
+        """The judge of all rows of the table whose mixtures have as many matrices."""
+        tied = mixture.spec.tied
+        if tied not in self.judges:
+            self.judges[tied] = Comparison(self.as_published(self.exact, mixture), self.judged)
+        return self.judges[tied]
 
     def mixture(self, arm: Arm) -> Mixture:
         """The types of an arm; written as a file of types."""
-        recipe = Mixture.named(arm.recipe, self.spec)
+        recipe = Mixture.named(arm.recipe, self.published)
         if arm.choice == "recipe":
             return recipe
         padded = sum(
             count_padded(parts, recipe.tensors[name])
-            for name, parts in list_matrices(self.spec).items()
+            for name, parts in list_matrices(self.published).items()
         )
         costs = self.costs
         if arm.choice == "chosen":
@@ -294,18 +324,19 @@ class Bench:
         found: dict[str, Any] = {"bytes": mixture.nbytes, "recipe": arm.recipe}
         found |= {"types": {x: types.count(x) for x in sorted(set(types))}}
         if known := self.costs:
-            sums = [known[n].get(x, math.nan) for n, x in mixture.tensors.items()]
+            sums = [known.get(n, {}).get(x, math.nan) for n, x in mixture.tensors.items()]
             found["sum of costs"] = float(np.nansum(sums))
         if arm.how in ("importance", "ggml"):
             rounding = make_rounding(()) if arm.how == "ggml" else self.rounding
-            params = round_params(self.exact.params, mixture, self.importance, rounding)
+            exact = self.as_published(self.exact, mixture).params
+            params = round_params(exact, mixture, self.importance, rounding)
         elif arm.how == "trained":
             params, trained = self.train(arm, mixture)
             found |= trained
         else:
             masters, kept = self.begin(mixture)
             params = self._see(self._form(mixture), masters, kept)
-        figures = self.comparison.measure(params)
+        figures = self.judge(mixture).measure(params)
         memory = jax.local_devices()[0].memory_stats() or {}
         found["peak_gb"] = memory.get("peak_bytes_in_use", 0) / 1e9
         return found | figures._asdict() | arm._asdict()
@@ -314,13 +345,13 @@ class Bench:
         file = self.args.out / "arm.txt"
         mixture.write(file)
         imatrix = self.imatrix if mixture.searches else ""
-        return Rounded(str(file), imatrix).choose_types(self.spec)
+        return Rounded(str(file), imatrix).choose_types(mixture.spec)
 
     def begin(self, mixture: Mixture) -> tuple[Any, Any]:
         """Masters and scales by GPTQ; embedding and head get the exporter's search."""
         began = time.monotonic()
         rows = list(self.read_training(self.args.gptq_rows))
-        masters, scales = round_layers(self.exact, rows, mixture)
+        masters, scales = round_layers(self.as_published(self.exact, mixture), rows, mixture)
         kept = self._form(mixture).complete(masters, scales)
         jax.block_until_ready(masters)
         print(f"GPTQ: {time.monotonic() - began:.1f} s", flush=True)
@@ -334,10 +365,10 @@ class Bench:
         args = self.args
         loss = kdjax.KDLoss(kdjax.forward_kl, 1.0, 0.0)
         form = self._form(mixture)
-        step = kdjax.make_step(
-            self.student, self.teacher, loss, make_optimizer(), form=form, **self.sizes()
-        )
-        state: Any = step.init(self.student.params)
+        student = self.as_published(self.student, mixture)
+        teacher = self.teach(student)
+        step = kdjax.make_step(student, teacher, loss, make_optimizer(), form=form, **self.sizes())
+        state: Any = step.init(student.params)
         if args.start != "plain":
             masters, kept = self.begin(mixture)
             # The step donates its state: others keep what the masters share with the reference.
@@ -345,10 +376,10 @@ class Bench:
             del masters, kept
         rate = 2e-5 if arm.recipe == "q2_k" else 1e-5
         source = TextSource(self.rows.train, batch_size=args.batch_size, seed=args.seed)
-        given = step, state, self.teacher.params, source, rate
+        given = step, state, teacher.params, source, rate
         state, found = train_for(arm.seconds, *given)
         if args.files:
-            kept = self.student.replace(params=jax.device_get(step.pack(state)))
+            kept = student.replace(params=jax.device_get(step.pack(state)))
             name = f"{arm.recipe}-{arm.choice}-trained.gguf"
             print(kdjax.export_gguf(kept, args.out / name, overwrite=True))
         return step.see(state), found | {"rate": rate, "seed": args.seed}
