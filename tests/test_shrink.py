@@ -992,7 +992,10 @@ def test_a_head_that_repeats_the_embedding_is_counted_once(exact, text, tmp_path
         if status:
             assert "found no costs of output.weight; expected" in capsys.readouterr().err
         assert run(exact, text, tmp_path, *flags) == 0
-        said.append(re.search(r"costs: (\d+) passes", capsys.readouterr().out)[1])
+        out, err = capsys.readouterr()
+        said.append(re.search(r"costs: (\d+) passes", out)[1])
+        keeps = re.search(r"once, 0.3 MB of q5_0; llama-quantize keeps both, 0.3 MB", err)
+        assert bool(keeps) is (model is twice), err
     assert said[0] == said[1] != said[2]
 
 

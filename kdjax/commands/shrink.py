@@ -176,12 +176,16 @@ def _check_flags(args: argparse.Namespace) -> None:
         args.costs = read_costs(args.costs)
 
 
-def _tie_head(checkpoint: Checkpoint) -> Checkpoint:
+def _tie_head(checkpoint: Checkpoint, like: str | None) -> Checkpoint:
     """Takes a head that repeats the embedding for the embedding, so that the file has it once."""
-    spec = tie_head(checkpoint, "auto")
-    if spec.tied and not checkpoint.spec.tied:
-        _log.info("the head repeats the embedding: the file will have the matrix once")
-    return dataclasses.replace(checkpoint, spec=spec)
+    tied = dataclasses.replace(checkpoint, spec=tie_head(checkpoint, "auto"))
+    if tied.spec.tied and not checkpoint.spec.tied:
+        sizes = ""
+        if like:
+            once, twice = (count_gguf_bytes(x, like) / 1e6 for x in (tied, checkpoint))
+            sizes = f", {once:,.1f} MB of {like}; llama-quantize keeps both, {twice:,.1f} MB"
+        _log.info("the head repeats the embedding: the file will have the matrix once%s", sizes)
+    return tied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +203,7 @@ class _Goal:
 
 def _prepare(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[Checkpoint, _Goal]:
     """Ties the head, checks tokenizer and costs, and finds the bytes; raises `UserError`."""
-    checkpoint = _tie_head(checkpoint)
+    checkpoint = _tie_head(checkpoint, args.like)
     # An export says how the file's spaces differ; a plan has none.
     with contextlib.nullcontext() if args.plan else silence():
         check_gguf_tokenizer(checkpoint)
