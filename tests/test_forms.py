@@ -262,12 +262,13 @@ def test_scales_are_fitted_by_an_importance(pair, tmp_path):
     ids = batch(student)["tokens"]
     sums, count = sum_squares(student, [ids])
     write_importance(path, sums, count, datasets=["ids"], chunk_size=16)
-    steps = [make(pair, form=kdjax.Rounded("q4_0", imatrix=name)) for name in ("", str(path))]
+    types = "q4_0,embed=Q4_0"
+    steps = [make(pair, form=kdjax.Rounded(types, imatrix=name)) for name in ("", str(path))]
     files = ["plain.gguf", "weighed.gguf", "exported.gguf"]
     for step, name in zip(steps, files, strict=False):
         packed = step.pack(step.init(student.params))
         kdjax.export_gguf(student.replace(params=packed), tmp_path / name)
-    kdjax.export_gguf(student, tmp_path / files[2], dtype="q4_0", imatrix=path)
+    kdjax.export_gguf(student, tmp_path / files[2], dtype=types, imatrix=path)
     tables = [open_table(tmp_path / name) for name in files]
     for name in sums:
         plain, weighed, exported = (table.raw(name) for table in tables)

@@ -47,10 +47,12 @@ def test_sums_of_squares_are_those_of_what_each_matrix_is_multiplied_with(models
         mock.patch.object(weights, "project_all", listen(weights.project_all)),
     ):
         columns = tokens, np.ones_like(tokens), np.tile(np.arange(24), (4, 1))
-        jax.jit(lambda *text: student.functions.hidden(student.params, *text))(*columns)
+        last = jax.jit(lambda *text: student.functions.hidden(student.params, *text))(*columns)
         jax.effects_barrier()
     sums, count = sum_squares(student, [tokens[:3], tokens[3:]])
-    assert count == tokens.size and len(sums) == 7 * student.spec.num_layers
+    assert count == tokens.size and len(sums) == 7 * student.spec.num_layers + 1
+    squares = np.square(np.asarray(last, np.float64)).sum((0, 1))
+    np.testing.assert_allclose(sums["token_embd.weight"], squares, rtol=1e-4)
     table, places = open_table(models / "student.gguf"), {}
     order = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     for layer in range(student.spec.num_layers):
@@ -77,7 +79,7 @@ def test_the_command_measures_what_export_then_weighs_by(models, tmp_path, capsy
     where = [str(models / "student.gguf"), f"--data={text}", f"--out={out}", "--seq-len=32"]
     assert imatrix.main([*where, "--rows=8", "--batch-size=2"]) == 0
     said = capsys.readouterr()
-    assert "14 matrices, 224 positions" in said.out and "batches read: 3 of 4" in said.err
+    assert "15 matrices, 224 positions" in said.out and "batches read: 3 of 4" in said.err
     student = kdjax.load(models / "student.gguf", dtype="float32")
     for name, path in (("plain", ""), ("weighed", out)):
         export_gguf(student, tmp_path / f"{name}.gguf", dtype="q4_0", imatrix=path)

@@ -393,7 +393,7 @@ def test_importance_is_of_both_kinds_of_layers(model):
     x *= 1 + np.asarray(model.params["deltas"]["attn_norm"]["weight"], np.float64)[0]
     for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"):
         np.testing.assert_allclose(found[f"blk.0.{part}.weight"], (x * x).sum(0), rtol=1e-4)
-    assert count == 40 and len(found) == 4 * 3 + 3 * 5 + 4
+    assert count == 40 and len(found) == 4 * 3 + 3 * 5 + 4 + 1  # the head
     assert found["blk.3.attn_q.weight"].shape == (128,) and "blk.3.attn_qkv.weight" not in found
 
 

@@ -24,9 +24,9 @@ def sum_squares(
 ) -> tuple[dict[str, np.ndarray], int]:
     """Sums float64 `[inputs]` by the tensor's name in GGUF, and the number of positions.
 
-    Only matrices of layers have sums, all from one pass; a row is one text from its first position
-    on. A batch is summed in float32. Raises `UserError` for experts, float8 and custom modules, and
-    for inputs that are not finite.
+    Matrices of layers and the head, under the embedding's name if it is tied, have sums, all from
+    one pass; a row is one text from its first position on. A batch is summed in float32. Raises
+    `UserError` for experts, float8 and custom modules, and for inputs that are not finite.
     """
     spec = model.spec
     if spec is None or spec.experts:
@@ -42,20 +42,25 @@ def sum_squares(
     layers = {name: spec.places(delta=delta) for name, delta in STACKS.items()}
     zeros = {path: jnp.zeros((len(layers[path[0]]), flat[path].shape[-1])) for path in paths}
 
-    def run(zeros: dict[tuple[str, ...], Array], params: Params, tokens: Array) -> Array:
+    def run(
+        zeros: dict[tuple[str, ...], Array], params: Params, tokens: Array
+    ) -> tuple[Array, Array]:
         seen = flatten_dict(params)
         seen |= {path: Adapted(seen[path], sums=zeros[path]) for path in paths}
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         columns = tokens, jnp.ones_like(tokens), positions
-        return jnp.sum(model.functions.hidden(unflatten_dict(seen), *columns).astype(jnp.float32))
+        last = model.functions.hidden(unflatten_dict(seen), *columns).astype(jnp.float32)
+        return jnp.sum(last), jnp.sum(last**2, axis=(0, 1))
 
     # The gradient of `Adapted.sums` is the sum of squares, whatever follows the product.
-    measure = jax.jit(jax.grad(run))
+    measure = jax.jit(jax.grad(run, has_aux=True))
     total = {path: np.zeros(zero.shape) for path, zero in zeros.items()}
-    count = 0
+    head, count = np.zeros(spec.hidden_size), 0
     for tokens in batches:
-        for path, sums in measure(zeros, model.params, jnp.asarray(tokens, jnp.int32)).items():
+        layered, of_head = measure(zeros, model.params, jnp.asarray(tokens, jnp.int32))
+        for path, sums in layered.items():
             total[path] += np.asarray(sums, np.float64)
+        head += np.asarray(of_head, np.float64)
         count += tokens.size
     fused = names.list_fused(spec, gguf=True)
     found = {
@@ -63,6 +68,7 @@ def sum_squares(
         for path, sums in total.items()
         for place, layer in enumerate(layers[path[0]])
     }
+    found[names.name_of(("embed" if spec.tied else "head",), spec).gguf] = head
     for whole, rows in fused.items():  # they are multiplied with the same
         found[whole], *_ = [found.pop(part) for part, _ in rows.parts]
     if odd := [name for name, sums in found.items() if not np.isfinite(sums).all()]:

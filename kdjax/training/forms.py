@@ -66,7 +66,7 @@ from kdjax.models.heads import attach_head, check_tapped, choose_mask
 from kdjax.models.lora import read_layer, read_numbers
 from kdjax.models.mixture import Mixture
 from kdjax.models.model import Model, attach_adapters, load_model
-from kdjax.models.names import list_fused, name_of
+from kdjax.models.names import layers_of, list_fused, name_of
 from kdjax.models.nextn import attach_block, find_block
 from kdjax.models.tapped import HeadShape, TappedFunctions, draw_head, trace_head
 from kdjax.models.weights import Scaled, name_numbers, stack_blocks
@@ -1411,14 +1411,21 @@ def spread_importance(
 ) -> dict[tuple[str, ...], np.ndarray]:
     """Stacks the means of a file of llama-imatrix by layer; leaves out paths that it lacks.
 
+    Those of a head, `[1, inputs]`, are a tied embedding's as well.
+
     Raises `UserError` for a file of another model.
     """
     read, found = read_importance(file), {}
+    embed, head = (name_of((part,), spec).gguf for part in ("embed", "head"))
+    if not spec.tied:
+        read.pop(embed, None)  # a tied model's
+    elif head in read:
+        read.setdefault(embed, read[head])
     fused = {part: whole for whole, x in list_fused(spec, gguf=True).items() for part, _ in x.parts}
     shapes = _flatten(functional(spec, Compute())[1])
-    for path in (path for path in paths if path[0] in STACKS and not spec.experts):
-        layers = spec.places(delta=STACKS[path[0]])
-        names = [name_of(path, spec).gguf.format(i=i) for i in layers]
+    for path in paths if not spec.experts else ():
+        layers = layers_of(path, spec)
+        names = [name_of(path, spec).gguf.format(i=i) for i in ((0,) if layers is None else layers)]
         rows = [read.get(fused.get(name, name)) for name in names]
         given = [row for row in rows if row is not None]
         if not given:
@@ -1430,7 +1437,7 @@ def spread_importance(
                 f"{file}: found importances of {len(given)} layers for {names[0]} and its like, of "
                 f"{widths} inputs; expected {len(rows)} of {width}: the file is of another model."
             )
-        found[path] = np.stack(given)
+        found[path] = given[0] if layers is None else np.stack(given)
     if not found:
         raise UserError(
             f"{file}: found no importance of a tensor whose scales are searched for; expected "
