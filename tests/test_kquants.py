@@ -287,7 +287,7 @@ SEARCHED = ["Q2_K", "Q3_K", "Q4_0", "IQ4_NL", *GRIDDED]
 @pytest.mark.parametrize(
     "dtype",
     cases(
-        *("Q3_K", "Q4_0", "IQ3_XXS", "Q4_K", "IQ4_XS"),
+        *("Q3_K", "Q4_0", "IQ3_XXS", "Q4_K", "IQ4_XS", "Q5_1"),
         slow=["Q2_K", "IQ4_NL", *SLOWER_GRIDS, "Q5_K", "Q6_K", "Q5_0"],
     ),
 )

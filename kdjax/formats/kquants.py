@@ -19,7 +19,8 @@ groups try several scales with entries near to the nearest; with the scale that 
 the nearest ones, by importance if it is given. llama.cpp looks at fewer of them
 (`quantize_row_iq3_s_impl`), and weights squares by size without an importance.
 
-Q8_0, Q5_1 and MXFP4 take their scale from the largest value, as `quantize_row_*_ref` does.
+Q8_0 and MXFP4, and without an importance Q5_1, take their scale from the largest value, as
+`quantize_row_*_ref` does.
 """
 
 import functools
@@ -343,6 +344,9 @@ def _search_affine(
     return d, dmin, q_scale, q_offset, _inverse(_half(d)[..., None] * s[..., 0])
 
 
+_Q5_STEPS = (31.0, *(31 + 0.1 * np.arange(-5, 11)))
+
+
 def _affine(top: int, steps: Sequence[float]) -> Encoder:
     """Q4_K and Q5_K: eight groups of 32 with scale and minimum of six bits."""
 
@@ -552,9 +556,22 @@ def _quantize_q8_0(x: Array, scales: Scales) -> Array:
 
 
 def _fit_q5_1(x: Array, importance: Importance) -> Scales:
+    """The range of the numbers; with an importance a searched one, where that loses less."""
     low = jnp.min(x, axis=-1, keepdims=True)
     d = (jnp.max(x, axis=-1, keepdims=True) - low) / _exactly(31.0)
-    words = (lax.bitcast_convert_type(v.astype(jnp.float16), jnp.uint16) for v in (d, low))
+    words = [lax.bitcast_convert_type(v.astype(jnp.float16), jnp.uint16) for v in (d, low)]
+    if importance is not None:
+        found = fit_affine(x, 31, _Q5_STEPS, importance, _CUTS_32)
+        other = [_word(v) for v in (found[0], -found[1])]
+        ranges = [(words, low, d), (other, *(_half(word) for word in other[::-1]))]
+
+        def lose(words: Sequence[Array], low: Array, d: Array) -> Array:
+            q = _quantize_q5_1(x, (low, _inverse(d)))
+            step, least = map(_half, words)
+            return _sum(importance * jnp.square(step * q + least - x))
+
+        better = lose(*ranges[1]) < lose(*ranges[0])
+        words, low, d = jax.tree.map(lambda a, b: jnp.where(better, b, a), *ranges)
     return *(word[..., 0] for word in words), low, _inverse(d)
 
 
@@ -696,7 +713,7 @@ ENCODERS: dict[str, Encoder] = {
     ),
     # The full range first: of candidates with equal error the first is taken.
     "Q4_K": _affine(15, (15.0, *(15 + 0.1 * np.arange(-10, 11)))),
-    "Q5_K": _affine(31, (31.0, *(31 + 0.1 * np.arange(-5, 11)))),
+    "Q5_K": _affine(31, _Q5_STEPS),
     "Q6_K": Encoder(
         _fit_q6_k,
         lambda x, scales: _integers(x, scales[-1], -32, 31),
@@ -730,7 +747,6 @@ ENCODERS: dict[str, Encoder] = {
         lambda scales, q: (*scales[:2], _top_bits(q, 4), _pack_nibbles(q & 15, 16)),
         _HALF_MAX,
         _INEXACT_REACH,
-        weighed=False,
     ),
     "MXFP4": Encoder(
         _fit_mxfp4,
