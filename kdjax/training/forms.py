@@ -1411,7 +1411,7 @@ def spread_importance(
 ) -> dict[tuple[str, ...], np.ndarray]:
     """Stacks the means of a file of llama-imatrix by layer; leaves out paths that it lacks.
 
-    Those of a head, `[1, inputs]`, are a tied embedding's as well.
+    A head's, `[1, inputs]`, are a tied embedding's as well.
 
     Raises `UserError` for a file of another model.
     """
