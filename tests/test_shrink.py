@@ -979,10 +979,7 @@ def test_a_head_that_repeats_the_embedding_is_counted_once(exact, text, tmp_path
     """Published files of tied models store it twice; plan and costs of both files are one."""
     said = []
     student = kdjax.load(exact / "student.gguf", dtype="float32")
-    head = student.params | {"head": student.params["embed"]}
-    untied = dataclasses.replace(student.spec, tied=False)
-    twice = student.replace(params=head, spec=untied)
-    other = student.replace(params=head | {"head": head["head"] + 1.0}, spec=untied)
+    twice, other = (repeat_embedding(student, change) for change in (0.0, 1.0))
     file = CostFile(tmp_path / "costs.json", {})
     file.write({name: {"Q8_0": 0.0} for name in list_matrices(student.spec)})
     for model, status in ((student, 0), (twice, 0), (other, 2)):
@@ -1082,11 +1079,15 @@ def test_a_full_disk_or_a_kill_in_any_part_loses_nothing(
     assert (tmp_path / "small.gguf").exists() and (tmp_path / "small.md").exists()
 
 
+def repeat_embedding(student, change=0.0):
+    """A tied model with its embedding, or a changed one, once more, as its head."""
+    head = student.params | {"head": student.params["embed"] + change}
+    return student.replace(params=head, spec=dataclasses.replace(student.spec, tied=False))
+
+
 def store_twice(path, out, dtype):
     """Writes a file of a tied model with the embedding once more, as its head."""
-    student = kdjax.load(path, dtype="float32")
-    head = student.params | {"head": student.params["embed"]}
-    twice = student.replace(params=head, spec=dataclasses.replace(student.spec, tied=False))
+    twice = repeat_embedding(kdjax.load(path, dtype="float32"))
     export_gguf(twice, out, dtype=dtype, overwrite=True)
     assert "output.weight" in open_table(out)
 

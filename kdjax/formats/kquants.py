@@ -561,17 +561,18 @@ def _fit_q5_1(x: Array, importance: Importance) -> Scales:
     d = (jnp.max(x, axis=-1, keepdims=True) - low) / _exactly(31.0)
     words = [lax.bitcast_convert_type(v.astype(jnp.float16), jnp.uint16) for v in (d, low)]
     if importance is not None:
-        found = fit_affine(x, 31, _Q5_STEPS, importance, _CUTS_32)
-        other = [_word(v) for v in (found[0], -found[1])]
-        ranges = [(words, low, d), (other, *(_half(word) for word in other[::-1]))]
+        # The search's minimum is never above 0, where the range may lie.
+        scale, offset = fit_affine(x, 31, _Q5_STEPS, importance, _CUTS_32)
+        found = [_word(scale), _word(-offset)]
 
-        def lose(words: Sequence[Array], low: Array, d: Array) -> Array:
+        def lose(words: Sequence[Array], d: Array, low: Array) -> Array:
             q = _quantize_q5_1(x, (low, _inverse(d)))
             step, least = map(_half, words)
             return _sum(importance * jnp.square(step * q + least - x))
 
-        better = lose(*ranges[1]) < lose(*ranges[0])
-        words, low, d = jax.tree.map(lambda a, b: jnp.where(better, b, a), *ranges)
+        whole, searched = (words, d, low), (found, *map(_half, found))
+        better = lose(*searched) < lose(*whole)
+        words, d, low = jax.tree.map(lambda a, b: jnp.where(better, a, b), searched, whole)
     return *(word[..., 0] for word in words), low, _inverse(d)
 
 
