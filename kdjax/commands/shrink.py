@@ -405,7 +405,8 @@ class _Work:
     def begin(self, mixture: Mixture, types: Path, imatrix: str) -> tuple[Rounded, Any, Any]:
         """The form, and masters and scales that GPTQ makes on the rows of the importance.
 
-        Embedding and head, and models that GPTQ does not walk, are rounded with the importance.
+        An embedding that is no head, and models that GPTQ does not walk, are rounded with the
+        importance.
         """
         form = Rounded(str(types), imatrix).choose_types(self.checkpoint.spec)
         model, scales = self.load(), {}

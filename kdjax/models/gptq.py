@@ -5,7 +5,9 @@ fitted, by the exporter's search, to the numbers that the columns before it have
 are then rounded one after another with these scales. The numbers just before they are rounded are
 masters to train from: with these scales they round to the same blocks. A matrix makes up for the
 rounded ones before it, too: half of the way it keeps the outputs from the model's own inputs,
-not from the inputs that rounded matrices return (GPTAQ, Li et al. 2025, arXiv:2504.02692).
+not from the inputs that rounded matrices return (GPTAQ, Li et al. 2025, arXiv:2504.02692). The head
+is rounded after all layers, by what it reads; where it is the embedding as well, that is its input
+matrix, too, and only columns make up for columns.
 """
 
 import functools
@@ -39,6 +41,7 @@ _DAMP = 0.01  # share of the mean of the Hessian's diagonal that is added to the
 # Share of the way from a matrix's own numbers to those that give the exact outputs, by least
 # squares, which shrink as inputs are noise. Half lowers the KL by a quarter; all of it raises it.
 _SHARE = 0.5
+_ROWS = 1 << 14  # of a head, at most, that are rounded at a time
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -123,12 +126,12 @@ def suits(spec: ArchSpec) -> bool:
 def round_layers(
     model: Model, batches: Batches, mixture: Mixture
 ) -> tuple[Params, dict[tuple[str, ...], Any]]:
-    """Rounds the matrices of all layers, one stage of a layer after the other, on text.
+    """Rounds all matrices of layers, one stage of a layer after the other, and the head, on text.
 
     Each reads the text as the rounded matrices before it return it, and next to it as the model
     itself does; one stage's Hessians are in memory at a time. Returns float32 masters, and for each
-    rounded path and type its scales, as `training.forms.Rounded` stores them. Raises `UserError`
-    for a model with experts or delta layers.
+    rounded path and type its scales, as `training.forms.Rounded` stores them; an embedding that is
+    no head stays as it is. Raises `UserError` for a model with experts or delta layers.
     """
     spec, functions = model.spec, model.functions
     if spec is None or not suits(spec):
@@ -143,9 +146,14 @@ def round_layers(
     columns = [(jnp.asarray(x["segment_ids"]), jnp.asarray(x["positions"])) for x in batches]
     embed = jax.jit(functions.embed_tokens)
     states = exact_states = [embed(model.params, jnp.asarray(x["tokens"])) for x in batches]
+    head = ("embed",) if spec.tied else ("head",)
     types = {path: kinds for path, kinds in mixture.types if path[0] in STACKS}
+    ends = {path: kinds for path, kinds in mixture.types if path == head}
     found: dict[tuple[str, ...], list[Any]] = {path: [] for path in types}
-    programs = _compile_all(stacks, types)
+    shapes = {path: leaf.shape[1:] for path, leaf in stacks.items()}
+    shapes[head] = _split_rows(flat[head].shape)[1:]
+    alike = {path: jax.ShapeDtypeStruct(x, flat[path].dtype) for path, x in shapes.items()}
+    programs = _compile_all(alike, types | ends)
     for index in counted(range(spec.num_layers), "layers rounded"):
         alone = cut_layer(model, index)
         exact = {path: leaf[index : index + 1] for path, leaf in stacks.items()}
@@ -163,6 +171,12 @@ def round_layers(
         exact_states = _run_layer(alone, others | exact, exact_states, columns)
         states = _run_layer(alone, others | layer, states, columns)
     kept: dict[tuple[str, ...], Any] = {}
+    for path, (dtype,) in ends.items():
+        both = zip(exact_states, states, strict=True)
+        parts = (_measure_head(functions, model.params, x, y) for x, y in both)
+        hessian, cross = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+        sums = hessian, hessian if spec.tied else cross
+        flat[path], kept[*path, dtype] = _round_parts(flat[path], sums, programs, dtype)
     for path in types:  # a stack at a time, waited for: its layers' arrays go
         rows = found.pop(path)
         flat[path] = jax.block_until_ready(jnp.stack([masters for masters, _ in rows]))
@@ -172,13 +186,29 @@ def round_layers(
     return unflatten_dict(flat), kept
 
 
+def _split_rows(shape: Sequence[int]) -> tuple[int, int, int]:
+    """The shape of a matrix in parts of few rows: their number, their rows and the columns."""
+    parts = math.ceil(shape[0] / _ROWS)
+    return parts, math.ceil(shape[0] / parts), shape[1]
+
+
+def _round_parts(
+    w: Float[Array, "out n"], sums: tuple[Array, Array], programs: Mapping[Any, Any], dtype: str
+) -> tuple[Array, Scales]:
+    """Rounds a matrix of many rows a part at a time; returns its masters and its scales."""
+    count, rows, width = _split_rows(w.shape)
+    parts = jnp.pad(w, ((0, count * rows - len(w)), (0, 0))).reshape(count, rows, width)
+    made = [programs[(rows, width), dtype](part, *sums)[:2] for part in parts]
+    return jax.tree.map(lambda *x: jnp.concatenate(x)[: len(w)], *made)
+
+
 def _compile_all(
-    stacks: Mapping[Any, Array], types: Mapping[Any, Sequence[str]]
+    alike: Mapping[Any, jax.ShapeDtypeStruct], types: Mapping[Any, Sequence[str]]
 ) -> dict[Any, Callable[..., tuple[Array, Scales, Array]]]:
     """Compiles `round_matrix` for each shape of matrices and type, at once."""
     lowered = {}
     for path, kinds in types.items():
-        w = jax.ShapeDtypeStruct(stacks[path].shape[1:], stacks[path].dtype)
+        w = alike[path]
         square = jax.ShapeDtypeStruct((w.shape[1],) * 2, jnp.float32)
         for kind in dict.fromkeys(kinds):
             if (w.shape, kind) not in lowered:
@@ -216,8 +246,29 @@ def _measure(
     *columns: Array,
 ) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
     """Sums of outer products of a matrix's inputs, and of its exact inputs with them."""
-    theirs = _read_inputs(functions, path, exact, exact_x, *columns)
-    ours = _read_inputs(functions, path, params, x, *columns)
+    return _multiply(
+        _read_inputs(functions, path, exact, exact_x, *columns),
+        _read_inputs(functions, path, params, x, *columns),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measure_head(
+    functions: DecoderFunctions,
+    params: Params,
+    exact_x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"],
+) -> tuple[Float[Array, "D D"], Float[Array, "D D"]]:
+    """Sums as `_measure`'s, of what the head reads."""
+    theirs, ours = (
+        functions.finish(params, y).astype(jnp.float32).reshape(-1, y.shape[-1])
+        for y in (exact_x, x)
+    )
+    return _multiply(theirs, ours)
+
+
+def _multiply(theirs: Float[Array, "N n"], ours: Float[Array, "N n"]) -> tuple[Array, Array]:
+    """Sums of outer products of inputs, and of the exact inputs with them."""
     product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     return product(ours.T, ours), product(theirs.T, ours)
 
@@ -243,6 +294,9 @@ def _read_inputs(
 def count_hessian_bytes(spec: ArchSpec) -> int:
     """Bytes of a stage's two float32 sums of outer products, and of what rounding makes of them.
 
-    These are up to four squares more: factor, inverse and what they are made from.
+    These are up to four squares more: factor, inverse and what they are made from. A head takes
+    more where it is large: the parts of its rows, and the masters that are made of the parts'.
     """
-    return 6 * 4 * max(spec.hidden_size, spec.num_heads * spec.head_dim, spec.mlp_size) ** 2
+    squares = 6 * max(spec.hidden_size, spec.num_heads * spec.head_dim, spec.mlp_size) ** 2
+    count, rows, width = _split_rows((spec.vocab_size, spec.hidden_size))
+    return 4 * max(squares, 2 * count * rows * width + 6 * (width + rows) * width)

@@ -55,6 +55,7 @@ from kdjax.evaluation.costs import (
 )
 from kdjax.formats.blocks import BLOCKS, fit_rows
 from kdjax.formats.kquants import ENCODERS
+from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import open_checkpoint, tie_head
 from kdjax.models.decoder import DecoderFunctions, functional
 from kdjax.models.gptq import round_layers
@@ -253,11 +254,10 @@ class Bench:
         self.say("importance")
         return str(path)
 
-    @functools.cached_property
-    def importance(self) -> dict[tuple[str, ...], np.ndarray]:
-        """The importances by parameter."""
-        paths = {part.path for part in list_single_matrices(self.spec)}
-        return spread_importance(self.imatrix, sorted(paths), self.spec)
+    def spread(self, spec: ArchSpec) -> dict[tuple[str, ...], np.ndarray]:
+        """The importances by parameter, of the reference or of one that has its head twice."""
+        paths = {part.path for part in list_single_matrices(spec)}
+        return spread_importance(self.imatrix, sorted(paths), spec)
 
     def list_types(self, parts: Sequence[Part]) -> tuple[str, ...]:
         """Types that are measured for a tensor: those that kdjax writes, and `--wider`."""
@@ -272,7 +272,7 @@ class Bench:
     @functools.cached_property
     def costs(self) -> Any:
         """Costs of all matrices, from the file or measured."""
-        importance = self.importance
+        importance = self.spread(self.spec)
         file = CostFile(self.args.out / "costs.json", self.made_of)
         comparison, began = Comparison(self.exact, self.cost_batches), time.monotonic()
         costs = measure_costs(
@@ -329,7 +329,7 @@ class Bench:
         if arm.how in ("importance", "ggml"):
             rounding = make_rounding(()) if arm.how == "ggml" else self.rounding
             exact = self.as_published(self.exact, mixture).params
-            params = round_params(exact, mixture, self.importance, rounding)
+            params = round_params(exact, mixture, self.spread(mixture.spec), rounding)
         elif arm.how == "trained":
             params, trained = self.train(arm, mixture)
             found |= trained
@@ -348,7 +348,7 @@ class Bench:
         return Rounded(str(file), imatrix).choose_types(mixture.spec)
 
     def begin(self, mixture: Mixture) -> tuple[Any, Any]:
-        """Masters and scales by GPTQ; embedding and head get the exporter's search."""
+        """Masters and scales by GPTQ; an embedding that is no head gets the exporter's search."""
         began = time.monotonic()
         rows = list(self.read_training(self.args.gptq_rows))
         masters, scales = round_layers(self.as_published(self.exact, mixture), rows, mixture)
