@@ -146,6 +146,8 @@ def test_the_command_says_what_is_wrong(workdir, student, tmp_path, capsys, monk
         ):
             where = f"--format={form}", f"--type={kind}", f"--out={tmp_path}/new.apr"
             fails(rf"\Aerror: (found type )?{wanted}", path, *where)
+        where = "--format=apr", f"--out={tmp_path}/new.bin"
+        fails(r"\Aerror: .*new.bin: expected a name that ends in .apr", path, *where)
     folder = ["--format=hf", "--overwrite", f"--out={tmp_path}/hf"]
     fails("is what the command reads", tmp_path / "hf", *folder)
     (tmp_path / "a.gguf").write_bytes(b"before")

@@ -54,13 +54,13 @@ def one_row(embed):
 def test_a_folder_is_believed_but_for_another_head(tmp_path, said, head, tied):
     """Transformers does not tie what is stored with other numbers, either."""
     checkpoint = folder(tmp_path / "a", said, head)
-    assert checkpoint.spec.tied == tie_head(checkpoint, "auto").tied == tied
+    assert checkpoint.spec.tied == tie_head(checkpoint).spec.tied == tied
     assert checkpoint.names
 
 
 def test_a_folder_whose_separate_head_is_missing_is_refused(tmp_path):
     checkpoint = folder(tmp_path / "a", False, lambda embed: None)
-    assert not tie_head(checkpoint, "auto").tied
+    assert not tie_head(checkpoint).spec.tied
     with pytest.raises(ValueError, match=r"lm_head\.weight: missing"):
         checkpoint.names  # noqa: B018
 

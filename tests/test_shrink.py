@@ -769,7 +769,7 @@ def test_flags_that_no_run_can_have_are_refused_before_anything_is_measured(
     monkeypatch.setattr(shrink._Work, "__init__", lambda *_: pytest.fail("read"))
     assert run(exact, text, tmp_path, BITS, "--microbatches=3", *plan) == 2
     said = capsys.readouterr().err
-    assert "train.batch_size=2: must be divisible by train.microbatches=3" in said
+    assert "found --batch-size=2 and --microbatches=3; expected a batch of as many equal" in said
     assert not (tmp_path / "small.shrink").exists()
 
 
@@ -1027,9 +1027,17 @@ def test_a_head_that_repeats_the_embedding_is_counted_once(exact, text, tmp_path
         assert run(exact, text, tmp_path, *flags) == 0
         out, err = capsys.readouterr()
         said.append(re.search(r"costs: (\d+) passes", out)[1])
-        keeps = re.search(r"once, 0.3 MB of q5_0; llama-quantize keeps both, 0.3 MB", err)
-        assert bool(keeps) is (model is twice), err
+        assert ("MB of q5_0; llama-quantize keeps both" in err) is (model is twice), err
     assert said[0] == said[1] != said[2]
+
+
+def test_the_sizes_of_one_head_and_of_two_are_said(model, tmp_path, monkeypatch, caplog):
+    sizes = {True: 2 * 10**9, False: 3 * 10**9}
+    monkeypatch.setattr(shrink, "count_gguf_bytes", lambda x, _: sizes[x.spec.tied])
+    export_gguf(repeat_embedding(model), tmp_path / "a.gguf", dtype="f32")
+    with caplog.at_level("INFO", "kdjax"):
+        shrink._tie_head(kdjax.open_checkpoint(tmp_path / "a.gguf"), "q5_0")
+    assert "once, 2,000.0 MB of q5_0; llama-quantize keeps both, 3,000.0 MB" in caplog.text
 
 
 @pytest.mark.parametrize(("gigabytes", "advice"), [(74, "--rows=4"), (40, "a larger device")])

@@ -33,7 +33,7 @@ from kdjax.export.card import model_card
 from kdjax.export.check import ExportSummary
 from kdjax.export.formats import GGUF_TYPES, check_type, export_apr, export_gguf, export_hf
 from kdjax.export.heads import export_head
-from kdjax.export.staging import check_sources, check_target
+from kdjax.export.staging import check_sources, check_suffix, check_target
 from kdjax.formats.safetensors import is_model_folder
 from kdjax.formats.saved import RECEIPT, SavedTable, find_head, read_receipt, saved_run
 from kdjax.models.checkpoint import (
@@ -124,6 +124,8 @@ def export(args: argparse.Namespace) -> ExportSummary | str:
     """Reads the model and writes it in the requested format."""
     out = Path(args.out)
     check_target(out, folder=args.format in ("hf", "peft"), overwrite=args.overwrite)
+    if args.format == "apr":
+        check_suffix(out, ".apr")
     if is_head(Path(args.model)):
         check_sources(out, [args.model])
         return _export_head(args, _open_head(args))

@@ -154,6 +154,11 @@ def _parser() -> Parser:
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises `UserError` for flags and files that cannot work; reads sizes, costs and sources."""
     check_least(args, steps=1, rows=1, seq_len=2, batch_size=1, microbatches=1, seconds=0, rank=0)
+    if args.batch_size % args.microbatches:
+        raise UserError(
+            f"found --batch-size={args.batch_size} and --microbatches={args.microbatches}; "
+            "expected a batch of as many equal parts. Change one."
+        )
     if args.learning_rate is not None and args.learning_rate <= 0:
         raise UserError(f"--learning-rate={args.learning_rate:g} must be above 0.")
     if args.like is not None and args.like not in RECIPES:
@@ -178,7 +183,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _tie_head(checkpoint: Checkpoint, like: str | None) -> Checkpoint:
     """Takes a head that repeats the embedding for the embedding, so that the file has it once."""
-    tied = dataclasses.replace(checkpoint, spec=tie_head(checkpoint, "auto"))
+    tied = tie_head(checkpoint)
     if tied.spec.tied and not checkpoint.spec.tied:
         sizes = ""
         if like:

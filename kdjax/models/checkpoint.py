@@ -564,10 +564,10 @@ def _find_step(workdir: Path, newest: int) -> int:
     return best.step
 
 
-def tie_head(checkpoint: Checkpoint, head: str) -> ArchSpec:
+def tie_head(checkpoint: Checkpoint, head: str = "auto") -> Checkpoint:
     """Ties the architecture's head as `student.head` says; "auto": see `has_tied_head`."""
     tied = has_tied_head(checkpoint.table, checkpoint.spec) if head == "auto" else head == "tied"
-    return dataclasses.replace(checkpoint.spec, tied=tied)
+    return dataclasses.replace(checkpoint, spec=dataclasses.replace(checkpoint.spec, tied=tied))
 
 
 def run_sources(workdir: Path, student: str = "", tokenizer: str = "") -> tuple[str, str]:

@@ -85,7 +85,7 @@ def open_student(config: Config, *, whole: bool = True) -> Checkpoint:
     tokenizer = config.data.tokenizer
     student = open_checkpoint(config.student.path, tokenizer=tokenizer, shapes=shapes, whole=whole)
     student = cut_layers(student, split_layers(config.student.layers))
-    student = dataclasses.replace(student, spec=tie_head(student, config.student.head))
+    student = tie_head(student, config.student.head)
     return form_of(config.student).open(student)
 
 

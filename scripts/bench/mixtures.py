@@ -140,10 +140,8 @@ class Bench:
 
     def _load(self, path: Path) -> Model:
         """Loads a file in float32; a head that repeats the embedding is the embedding."""
-        found = open_checkpoint(path)
-        tied = dataclasses.replace(found, spec=tie_head(found, "auto"))
-        here = Placement.on(make_local_mesh(1))
-        return load_model(tied, placement=here, dtype="float32", compute_dtype=self.args.compute)
+        found, here = tie_head(open_checkpoint(path)), Placement.on(make_local_mesh(1))
+        return load_model(found, placement=here, dtype="float32", compute_dtype=self.args.compute)
 
     def as_published(self, model: Model, mixture: Mixture) -> Model:
         """Returns the model with its embedding once more, as its head, where a mixture has both."""
