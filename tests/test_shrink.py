@@ -380,7 +380,7 @@ def test_memory_of_rounding_is_counted(model):
     program = gptq.round_matrix.lower(w, square, square, "Q5_K").compile()
     found = program.memory_analysis()
     takes = found.temp_size_in_bytes + found.argument_size_in_bytes
-    assert 0.75 * gptq.count_hessian_bytes(spec) < takes < gptq.count_hessian_bytes(spec)
+    assert 0.75 * gptq.count_rounding_bytes(spec) < takes < gptq.count_rounding_bytes(spec)
 
 
 def test_rounding_makes_up_for_inputs_that_rounding_changed():
@@ -413,7 +413,7 @@ def test_a_stage_reads_what_the_stages_before_it_made(model, batches, monkeypatc
 
     programs = collections.defaultdict(lambda: stand_in)
     monkeypatch.setattr(gptq, "_compile_all", lambda *_: programs)
-    gptq.round_layers(model, batches, Mixture.named("q4_0", model.spec))
+    gptq.round_model(model, batches, Mixture.named("q4_0", model.spec))
     later = 7 * model.spec.num_layers - 3  # q, k and v of the first layer read the same
     assert differs == [False] * 3 + [first != 1] * later + [not tied]
 
@@ -434,7 +434,7 @@ def test_a_stack_is_made_when_the_layers_of_those_before_it_are_gone(model, batc
     programs = collections.defaultdict(lambda: stand_in)
     monkeypatch.setattr(gptq, "_compile_all", lambda *_: programs)
     monkeypatch.setattr(gptq.jnp, "stack", watch)
-    gptq.round_layers(model, batches, Mixture.named("q4_0", model.spec))
+    gptq.round_model(model, batches, Mixture.named("q4_0", model.spec))
     layers = model.spec.num_layers
     # The layer that was rounded last has a name as well; the head stays.
     gone = [len(made) - count for count in alive]
@@ -450,12 +450,12 @@ def test_a_head_is_rounded_by_what_it_reads(model, batches, monkeypatch, tied):
     path = ("embed",) if tied else ("head",)
     types = {x: ("Q4_0",) for x in (("embed",), path)}
     mixture = Mixture(model.spec, tuple(types.items()))
-    masters, kept = gptq.round_layers(model, batches, mixture)
+    masters, kept = gptq.round_model(model, batches, mixture)
     assert kept.keys() == {
         (*path, "Q4_0")
     }  # of an embedding that is no head the search's are added
     monkeypatch.setattr(gptq, "_ROWS", 150)  # of 320: three parts of 107
-    parts, _ = gptq.round_layers(model, batches, mixture)
+    parts, _ = gptq.round_model(model, batches, mixture)
     near = np.isclose(parts[path[0]], masters[path[0]], rtol=1e-3, atol=1e-5)
     assert near.mean() > 0.998  # but for numbers half of the way between two others
     form = kdjax.Rounded("q4_0").choose_types(model.spec)
@@ -482,7 +482,7 @@ def test_all_layers_are_rounded_by_hessians_and_a_run_begins_with_them(
     model, models, batches, tmp_path
 ):
     mixture = Mixture.named("q4_0,blocks/mlp/up=Q5_0", model.spec)
-    masters, kept = gptq.round_layers(model, batches, mixture)
+    masters, kept = gptq.round_model(model, batches, mixture)
     form = kdjax.Rounded("q4_0,blocks/mlp/up=Q5_0").choose_types(model.spec)
     rest = tuple((path, kinds) for path, kinds in form.types if (*path, kinds[0]) not in kept)
     assert not rest
@@ -1162,7 +1162,7 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     assert (
         not (tmp_path / "small.gguf").exists() and "same command goes on" in capsys.readouterr().out
     )
-    monkeypatch.setattr(gptq, "round_layers", lambda *_: pytest.fail("rounded again"))
+    monkeypatch.setattr(gptq, "round_model", lambda *_: pytest.fail("rounded again"))
     assert run(exact, text, tmp_path, *flags) == 0
     said = capsys.readouterr().out
     (start,), (receipt,) = (
@@ -1214,7 +1214,7 @@ def test_adapters_train_where_masters_do_not_fit(exact, text, tmp_path, capsys, 
     """The file has the numbers of the last step; a stopped call goes on, and says what trains."""
     monkeypatch.setattr(shrink, "_RECIPES", ("q4_0", "q5_0", "q8_0"))
     monkeypatch.setattr(shrink, "_RANK", 4)
-    monkeypatch.setattr(gptq, "round_layers", lambda *_: pytest.fail("GPTQ's masters have no base"))
+    monkeypatch.setattr(gptq, "round_model", lambda *_: pytest.fail("GPTQ's masters have no base"))
     monkeypatch.setattr("kdjax.training.plan.GPU_OVERHEAD", 0)
     full, seen = "student, float32 masters", "student, rounded, "
     for memory, flag, status, parts in (

@@ -417,7 +417,7 @@ class _Work:
         model, scales = self.load(), {}
         masters: Any = model.params
         if gptq.suits(self.checkpoint.spec):
-            masters, scales = gptq.round_layers(model, list(self.read_training()), mixture)
+            masters, scales = gptq.round_model(model, list(self.read_training()), mixture)
         return form, masters, form.complete(masters, scales)
 
     def round(self, mixture: Mixture, types: Path, imatrix: str) -> tuple[Model, str]:
@@ -736,7 +736,7 @@ def _count_measuring(spec: ArchSpec, args: argparse.Namespace) -> int:
     # both, and a batch's inputs.
     read = 3 * max(_READ, args.rows) * spec.hidden_size + 2 * args.rows * spec.mlp_size
     rounds = 4 * (2 * weights + args.seq_len * read)
-    return max(needed, rounds + gptq.count_hessian_bytes(spec))
+    return max(needed, rounds + gptq.count_rounding_bytes(spec))
 
 
 def _name_fewer_rows(args: argparse.Namespace, spec: ArchSpec, room: int | None) -> str:

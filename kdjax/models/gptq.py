@@ -123,7 +123,7 @@ def suits(spec: ArchSpec) -> bool:
     return not (spec.experts or spec.places(delta=True) or spec.drafts)
 
 
-def round_layers(
+def round_model(
     model: Model, batches: Batches, mixture: Mixture
 ) -> tuple[Params, dict[tuple[str, ...], Any]]:
     """Rounds all matrices of layers, one stage of a layer after the other, and the head, on text.
@@ -291,7 +291,7 @@ def _read_inputs(
     return jax.grad(run)(jnp.zeros((1, math.prod(x.shape[:2]), flat[path].shape[-1])))[0]
 
 
-def count_hessian_bytes(spec: ArchSpec) -> int:
+def count_rounding_bytes(spec: ArchSpec) -> int:
     """Bytes of a stage's two float32 sums of outer products, and of what rounding makes of them.
 
     These are up to four squares more: factor, inverse and what they are made from. A head takes

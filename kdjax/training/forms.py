@@ -1010,7 +1010,7 @@ class Rounded(Form):
         return function(_take(_flatten(given[1])[path], layers), parts)
 
     def complete(self, masters: Params, scales: Mapping[tuple[str, ...], Scales]) -> Kept:
-        """Adds the scales that `models.gptq.round_layers` left out, such as the embedding's."""
+        """Adds the scales that `models.gptq.round_model` left out, such as the embedding's."""
         rest = tuple((path, types) for path, types in self.types if (*path, types[0]) not in scales)
         fitted = jax.jit(dataclasses.replace(self, types=rest).begin)({}, masters)
         return unflatten_dict({**_flatten(fitted), **scales})

@@ -58,7 +58,7 @@ from kdjax.formats.kquants import ENCODERS
 from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import open_checkpoint, tie_head
 from kdjax.models.decoder import DecoderFunctions, functional
-from kdjax.models.gptq import round_layers
+from kdjax.models.gptq import round_model
 from kdjax.models.importance import measure_importance
 from kdjax.models.loading import tensor_names
 from kdjax.models.mixture import Mixture, Part, list_matrices, list_single_matrices
@@ -349,7 +349,7 @@ class Bench:
         """Masters and scales by GPTQ; an embedding that is no head gets the exporter's search."""
         began = time.monotonic()
         rows = list(self.read_training(self.args.gptq_rows))
-        masters, scales = round_layers(self.as_published(self.exact, mixture), rows, mixture)
+        masters, scales = round_model(self.as_published(self.exact, mixture), rows, mixture)
         kept = self._form(mixture).complete(masters, scales)
         jax.block_until_ready(masters)
         print(f"GPTQ: {time.monotonic() - began:.1f} s", flush=True)
