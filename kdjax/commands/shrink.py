@@ -418,13 +418,18 @@ class _Work:
         masters: Any = model.params
         if gptq.suits(self.checkpoint.spec):
             masters, scales = gptq.round_model(model, list(self.read_training()), mixture)
+        else:
+            _log.info(
+                "GPTQ is left out: the model has experts, delta layers or a block that drafts"
+            )
         return form, masters, form.complete(masters, scales)
 
     def round(self, mixture: Mixture, types: Path, imatrix: str) -> tuple[Model, str]:
         """Rounds the model; returns it packed, on the host, and how it was made."""
         form, masters, kept = self.begin(mixture, types, imatrix)
         packed = jax.device_get(jax.jit(form.pack)({}, kept, masters))
-        return self.load().replace(params=packed), "by GPTQ"
+        how = "by GPTQ" if gptq.suits(self.checkpoint.spec) else "with importance"
+        return self.load().replace(params=packed), how
 
     def train(self, mixture: Mixture, types: Path, imatrix: str) -> tuple[Model, str]:
         """Trains the chosen types, from GPTQ's masters or by adapters; returns as `round` does."""
@@ -779,7 +784,7 @@ def _plan(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         args.rank = _choose_rank(args, checkpoint)
         room, needed = devices.memory_bytes, _count_measuring(spec, args)
         of = f" of {room / 1e9:,.1f} GB" if room else ""
-        print(f"memory of importance, costs and GPTQ: about {needed / 1e9:,.1f} GB{of}")
+        print(f"arrays of importance, costs and GPTQ: about {needed / 1e9:,.1f} GB{of}")
         if missing := _name_fewer_rows(args, spec, room):
             print(f"that is too much: {missing}")
         if not args.train:

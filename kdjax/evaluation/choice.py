@@ -102,8 +102,8 @@ def check_costs(costs: Costs, spec: ArchSpec) -> None:
     tensors = list_matrices(spec)
     if missing := [name for name in tensors if not costs.get(name)]:
         raise UserError(
-            f"found no costs of {missing[0]}; expected costs of all matrices; {len(missing)} are "
-            "missing. Measure them with the model that you shrink."
+            f"found no costs of {missing[0]} ({len(missing)} of {len(tensors)} matrices); expected "
+            "costs of all. Measure them with the model that you shrink."
         )
     for name, parts in tensors.items():
         for dtype in costs[name]:
