@@ -124,8 +124,6 @@ def export(args: argparse.Namespace) -> ExportSummary | str:
     """Reads the model and writes it in the requested format."""
     out = Path(args.out)
     check_target(out, folder=args.format in ("hf", "peft"), overwrite=args.overwrite)
-    if args.format == "apr":
-        check_suffix(out, ".apr")
     if is_head(Path(args.model)):
         check_sources(out, [args.model])
         return _export_head(args, _open_head(args))
@@ -149,6 +147,8 @@ def export(args: argparse.Namespace) -> ExportSummary | str:
         raise UserError("found --imatrix without --format=gguf; expected both: leave one out.")
     if args.type and not adapters:
         check_type(args.type, args.format, checkpoint.spec)
+    if args.format == "apr":
+        check_suffix(out, ".apr")
     model = read_model(checkpoint, masters=args.masters)
     if adapters:
         write = export_peft if args.format == "peft" else export_gguf_adapter

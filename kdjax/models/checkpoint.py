@@ -535,7 +535,7 @@ def _open_step_beside(
             f"without it. Put that file back, or say where it is: {_NAME_BASE}."
         )
     base = cut_layers(source, split_layers(identity.get("student.layers", "")))
-    base = dataclasses.replace(base, spec=tie_head(base, identity.get("student.head", "auto")))
+    base = tie_head(base, identity.get("student.head", "auto"))
     saved = Saved(workdir, step, "checkpoint", int(identity["train.seed"]), source)
     if find_head(table.form) is not None:
         return dataclasses.replace(base, saved=saved)
