@@ -769,7 +769,7 @@ def test_flags_that_no_run_can_have_are_refused_before_anything_is_measured(
     monkeypatch.setattr(shrink._Work, "__init__", lambda *_: pytest.fail("read"))
     assert run(exact, text, tmp_path, BITS, "--microbatches=3", *plan) == 2
     said = capsys.readouterr().err
-    assert "found --batch-size=2 and --microbatches=3; expected parts of equal rows" in said
+    assert "found --batch-size=2 and --microbatches=3; expected parts with the same number" in said
     assert not (tmp_path / "small.shrink").exists()
 
 

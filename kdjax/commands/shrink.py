@@ -157,7 +157,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.batch_size % args.microbatches:
         raise UserError(
             f"found --batch-size={args.batch_size} and --microbatches={args.microbatches}; "
-            "expected parts of equal rows. Change one."
+            "expected parts with the same number of rows. Change one."
         )
     if args.learning_rate is not None and args.learning_rate <= 0:
         raise UserError(f"--learning-rate={args.learning_rate:g} must be above 0.")
