@@ -451,9 +451,8 @@ def test_a_head_is_rounded_by_what_it_reads(model, batches, monkeypatch, tied):
     types = {x: ("Q4_0",) for x in (("embed",), path)}
     mixture = Mixture(model.spec, tuple(types.items()))
     masters, kept = gptq.round_model(model, batches, mixture)
-    assert kept.keys() == {
-        (*path, "Q4_0")
-    }  # of an embedding that is no head the search's are added
+    # Of an embedding that is no head the search's are added.
+    assert kept.keys() == {(*path, "Q4_0")}
     monkeypatch.setattr(gptq, "_ROWS", 150)  # of 320: three parts of 107
     parts, _ = gptq.round_model(model, batches, mixture)
     near = np.isclose(parts[path[0]], masters[path[0]], rtol=1e-3, atol=1e-5)

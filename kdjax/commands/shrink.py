@@ -385,11 +385,7 @@ class _Work:
 
     def spread(self, imatrix: str) -> dict[tuple[str, ...], np.ndarray]:
         """The importances by parameter."""
-        if not imatrix:
-            return {}
-        spec = self.checkpoint.spec
-        paths = {part.path for part in list_single_matrices(spec)}
-        return spread_importance(imatrix, sorted(paths), spec)
+        return spread_importance(imatrix, self.checkpoint.spec) if imatrix else {}
 
     def measure_costs(self, imatrix: str) -> Mapping[str, Mapping[str, float]]:
         """Measures the costs, or goes on where an earlier call was stopped."""

@@ -95,6 +95,11 @@ class ArchSpec:
     drafts: int = 0
 
     @property
+    def head(self) -> str:
+        """The name of the parameter that the head is."""
+        return "embed" if self.tied else "head"
+
+    @property
     def num_layers(self) -> int:
         """Number of layers, without the next-token block."""
         return len(self.layers)

@@ -235,8 +235,7 @@ class Checkpoint:
 
     def read_unembedding(self, ids: np.ndarray) -> np.ndarray:
         """Rows of the unembedding, float32 `[N, D]`, of some `ids`."""
-        path = ("embed",) if self.spec.tied else ("head",)
-        (name,) = self.names[path]
+        (name,) = self.names[self.spec.head,]
         raw = self.table.raw(name)[ids]
         return np.asarray(decode(raw, self.table.info(name).dtype))
 

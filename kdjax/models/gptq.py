@@ -13,7 +13,7 @@ matrix, too, and only columns make up for columns.
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -146,14 +146,13 @@ def round_model(
     columns = [(jnp.asarray(x["segment_ids"]), jnp.asarray(x["positions"])) for x in batches]
     embed = jax.jit(functions.embed_tokens)
     states = exact_states = [embed(model.params, jnp.asarray(x["tokens"])) for x in batches]
-    head = ("embed",) if spec.tied else ("head",)
-    types = {path: kinds for path, kinds in mixture.types if path[0] in STACKS}
-    ends = {path: kinds for path, kinds in mixture.types if path == head}
+    chosen, head = dict(mixture.types), (spec.head,)
+    types = {path: kinds for path, kinds in chosen.items() if path[0] in STACKS}
     found: dict[tuple[str, ...], list[Any]] = {path: [] for path in types}
     shapes = {path: leaf.shape[1:] for path, leaf in stacks.items()}
     shapes[head] = _split_rows(flat[head].shape)[1:]
     alike = {path: jax.ShapeDtypeStruct(x, flat[path].dtype) for path, x in shapes.items()}
-    programs = _compile_all(alike, types | ends)
+    programs = _compile_all(alike, chosen)
     for index in counted(range(spec.num_layers), "layers rounded"):
         alone = cut_layer(model, index)
         exact = {path: leaf[index : index + 1] for path, leaf in stacks.items()}
@@ -162,7 +161,7 @@ def round_model(
             pair = unflatten_dict(others | exact), unflatten_dict(others | layer)
             both = zip(exact_states, states, columns, strict=True)
             parts = (_measure(alone, stage[0], *pair, x, y, *more) for x, y, more in both)
-            sums = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+            sums = _add_up(parts)
             for path in stage:
                 w, dtype = exact[path][0], types[path][index]
                 *made, rounded = programs[w.shape, dtype](w, *sums)
@@ -171,12 +170,11 @@ def round_model(
         exact_states = _run_layer(alone, others | exact, exact_states, columns)
         states = _run_layer(alone, others | layer, states, columns)
     kept: dict[tuple[str, ...], Any] = {}
-    for path, (dtype,) in ends.items():
+    for dtype in chosen.get(head, ()):
         both = zip(exact_states, states, strict=True)
-        parts = (_measure_head(functions, model.params, x, y) for x, y in both)
-        hessian, cross = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+        hessian, cross = _add_up(_measure_head(functions, model.params, x, y) for x, y in both)
         sums = hessian, hessian if spec.tied else cross
-        flat[path], kept[*path, dtype] = _round_parts(flat[path], sums, programs, dtype)
+        flat[head], kept[*head, dtype] = _round_parts(flat[head], sums, programs, dtype)
     for path in types:  # a stack at a time, waited for: its layers' arrays go
         rows = found.pop(path)
         flat[path] = jax.block_until_ready(jnp.stack([masters for masters, _ in rows]))
@@ -207,10 +205,10 @@ def _compile_all(
 ) -> dict[Any, Callable[..., tuple[Array, Scales, Array]]]:
     """Compiles `round_matrix` for each shape of matrices and type, at once."""
     lowered = {}
-    for path, kinds in types.items():
-        w = alike[path]
-        square = jax.ShapeDtypeStruct((w.shape[1],) * 2, jnp.float32)
-        for kind in dict.fromkeys(kinds):
+    for path, w in alike.items():
+        kinds = dict.fromkeys(types.get(path, ()))
+        square = jax.ShapeDtypeStruct((w.shape[-1],) * 2, jnp.float32)
+        for kind in kinds:
             if (w.shape, kind) not in lowered:
                 lowered[w.shape, kind] = round_matrix.lower(w, square, square, kind)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -265,6 +263,11 @@ def _measure_head(
         for y in (exact_x, x)
     )
     return _multiply(theirs, ours)
+
+
+def _add_up(parts: Iterable[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Adds the sums of all batches, one after the other."""
+    return functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
 
 
 def _multiply(theirs: Float[Array, "N n"], ours: Float[Array, "N n"]) -> tuple[Array, Array]:

@@ -68,7 +68,7 @@ def sum_squares(
         for path, sums in total.items()
         for place, layer in enumerate(layers[path[0]])
     }
-    found[names.name_of(("embed" if spec.tied else "head",), spec).gguf] = head
+    found[names.name_of((spec.head,), spec).gguf] = head
     for whole, rows in fused.items():  # they are multiplied with the same
         found[whole], *_ = [found.pop(part) for part, _ in rows.parts]
     if odd := [name for name, sums in found.items() if not np.isfinite(sums).all()]:

@@ -562,7 +562,7 @@ def load_unembedding(
     assert compute.placement is not None
     params: Params = {}
     if not empty:
-        name = "embed" if checkpoint.spec.tied else "head"
+        name = checkpoint.spec.head
         shapes = {name: functional(checkpoint.spec, compute)[1][name]}
         params = _read_params(checkpoint, shapes, compute.placement)
     return Model(

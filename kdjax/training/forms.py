@@ -64,7 +64,7 @@ from kdjax.models.eagle import PART as EAGLE
 from kdjax.models.eagle import EagleFunctions, EagleShape, EagleSizes
 from kdjax.models.heads import attach_head, check_tapped, choose_mask
 from kdjax.models.lora import read_layer, read_numbers
-from kdjax.models.mixture import Mixture
+from kdjax.models.mixture import Mixture, list_single_matrices
 from kdjax.models.model import Model, attach_adapters, load_model
 from kdjax.models.names import layers_of, list_fused, name_of
 from kdjax.models.nextn import attach_block, find_block
@@ -974,7 +974,7 @@ class Rounded(Form):
             )
         mixture = Mixture.named(self.text, spec)
         weighed = [path for path, kinds in mixture.types if not WEIGHED.isdisjoint(kinds)]
-        importance = spread_importance(self.imatrix, weighed, spec) if self.imatrix else {}
+        importance = spread_importance(self.imatrix, spec, weighed) if self.imatrix else {}
         return dataclasses.replace(self, types=mixture.types, importance=importance)
 
     def learns(self, params: Params) -> bool:
@@ -1407,15 +1407,17 @@ def _take(x: Array, layers: tuple[int, ...] | None) -> Array:
 
 
 def spread_importance(
-    file: str, paths: Iterable[tuple[str, ...]], spec: ArchSpec
+    file: str, spec: ArchSpec, paths: Iterable[tuple[str, ...]] | None = None
 ) -> dict[tuple[str, ...], np.ndarray]:
     """Stacks the means of a file of llama-imatrix by layer; leaves out paths that it lacks.
 
-    A head's, `[1, inputs]`, are a tied embedding's as well.
+    A head's, `[1, inputs]`, are a tied embedding's as well. Without paths, of all matrices.
 
     Raises `UserError` for a file of another model.
     """
     read, found = read_importance(file), {}
+    if paths is None:
+        paths = dict.fromkeys(part.path for part in list_single_matrices(spec))
     embed, head = (name_of((part,), spec).gguf for part in ("embed", "head"))
     if not spec.tied:
         read.pop(embed, None)  # a tied model's

@@ -215,9 +215,8 @@ class Packed(TeacherKind):
 
     def resident_bytes(self, teacher: Checkpoint, width: int, dtype: DTypeLike, mesh: Mesh) -> Size:
         spec, total = teacher.spec, 0.0
-        head = ("embed",) if spec.tied else ("head",)
         for path, names in teacher.names.items():
-            kept = width / spec.vocab_size if path == head else 1.0
+            kept = width / spec.vocab_size if path == (spec.head,) else 1.0
             for info in map(teacher.table.info, names):
                 if "router" in path:
                     total += 4 * math.prod(info.shape)
@@ -465,8 +464,7 @@ def _narrow_shapes(teacher: Checkpoint, width: int, dtype: DTypeLike) -> Params:
     compute = Compute(param_dtype=jnp.dtype(dtype))
     shapes = functional(teacher.spec, compute)[1]
     cut = dataclasses.replace(teacher.spec, vocab_size=width)
-    head = "embed" if teacher.spec.tied else "head"
-    return shapes | {head: functional(cut, compute)[1][head]}
+    return shapes | {cut.head: functional(cut, compute)[1][cut.head]}
 
 
 # Kinds that run in every step, by `teacher.weights`.

@@ -55,13 +55,12 @@ from kdjax.evaluation.costs import (
 )
 from kdjax.formats.blocks import BLOCKS, fit_rows
 from kdjax.formats.kquants import ENCODERS
-from kdjax.models.arch import ArchSpec
 from kdjax.models.checkpoint import open_checkpoint, tie_head
 from kdjax.models.decoder import DecoderFunctions, functional
 from kdjax.models.gptq import round_model
 from kdjax.models.importance import measure_importance
 from kdjax.models.loading import tensor_names
-from kdjax.models.mixture import Mixture, Part, list_matrices, list_single_matrices
+from kdjax.models.mixture import Mixture, Part, list_matrices
 from kdjax.models.model import Model, load_model
 from kdjax.training.forms import Rounded, spread_importance
 from kdjax.training.inputs import prepare
@@ -252,11 +251,6 @@ class Bench:
         self.say("importance")
         return str(path)
 
-    def spread(self, spec: ArchSpec) -> dict[tuple[str, ...], np.ndarray]:
-        """The importances by parameter, of the reference or of one that has its head twice."""
-        paths = {part.path for part in list_single_matrices(spec)}
-        return spread_importance(self.imatrix, sorted(paths), spec)
-
     def list_types(self, parts: Sequence[Part]) -> tuple[str, ...]:
         """Types that are measured for a tensor: those that kdjax writes, and `--wider`."""
         fits = [x for x in self.args.wider if parts[0].shape[-1] % BLOCKS[x].elements == 0]
@@ -270,7 +264,7 @@ class Bench:
     @functools.cached_property
     def costs(self) -> Any:
         """Costs of all matrices, from the file or measured."""
-        importance = self.spread(self.spec)
+        importance = spread_importance(self.imatrix, self.spec)
         file = CostFile(self.args.out / "costs.json", self.made_of)
         comparison, began = Comparison(self.exact, self.cost_batches), time.monotonic()
         costs = measure_costs(
@@ -327,7 +321,8 @@ class Bench:
         if arm.how in ("importance", "ggml"):
             rounding = make_rounding(()) if arm.how == "ggml" else self.rounding
             exact = self.as_published(self.exact, mixture).params
-            params = round_params(exact, mixture, self.spread(mixture.spec), rounding)
+            importance = spread_importance(self.imatrix, mixture.spec)
+            params = round_params(exact, mixture, importance, rounding)
         elif arm.how == "trained":
             params, trained = self.train(arm, mixture)
             found |= trained
