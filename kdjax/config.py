@@ -656,6 +656,7 @@ _RULES: dict[str, _Rule] = {
     "train.seconds": _NON_NEGATIVE,
     "train.batch_size": _POSITIVE,
     "train.microbatches": _POSITIVE,
+    "train.seed": ((lambda v: 0 <= v < 1 << 32), "between 0 and 4294967295"),
     "train.compute_dtype": _choice("auto", "bfloat16", "float32"),
     "train.reduce_dtype": _choice("bfloat16", "float32"),
     "rollout.writer": _choice("student", "teacher"),

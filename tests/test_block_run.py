@@ -355,6 +355,7 @@ def test_a_server_that_would_not_draft_is_not_suggested():
         (["--prompts=none/"], "error: none/: no file found"),
         (["--prompts="], "argument --prompts: found ''; expected folders, globs or files"),
         (["--answers=0"], "--answers=0 must be 1 or more"),
+        (["--seed=-1"], "--seed=-1 must be 0 or more"),
         (["--kind=small", "--draft={models}/student.gguf", "--answers=1"], "to judge by"),
         (["--type=q4_k_m"], "found --type=q4_k_m; expected one of F32"),
         (["--out=a.apr"], "error: a.apr: expected a name that ends in .gguf. Add the suffix."),

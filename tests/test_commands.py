@@ -295,6 +295,7 @@ def test_code_that_a_model_wrote_brings_no_remarks_of_python(capfd):
         (["evaluate", "x", "--data=kdja/**/*.py"], r"file. Did you mean kdjax/\*\*/\*.py?$"),
         (["evaluate", "x", "--data=kdja/**/*.rs"], "or .parquet file.$"),
         (["train", "--config=confgs/demo.py"], "Did you mean configs/demo.py?$"),
+        (["data", "kdjax/demo"], "--config=kdjax/demo: a folder; expected a Python file"),
         (["plan", "--config=kdjax/errors.py"], "errors.py: found no get_config..; expected one"),
         (
             ["export", "x", "--format=hf", "--out=x", "--step=best"],
@@ -555,6 +556,8 @@ def test_the_wheel_has_every_package_and_the_configs():
         ({"loss.temperature": 1e300}, r"loss.temperature=1e\+300: must be .* at most 1e9"),
         ({"train.steps": 1 << 31}, r"train.steps=2147483648: must be between 1 and 2147483647"),
         ({"loss.alpha": 1.5}, r"loss.alpha=1.5: must be between 0 and 1"),
+        ({"train.seed": -1}, r"train.seed=-1: must be between 0 and 4294967295"),
+        ({"train.seed": 1 << 32}, r"train.seed=4294967296: must be between 0 and 4294967295"),
         ({"loss.alpha": -0.1, "train.steps": 0}, r"(?s)loss.alpha=-0.1.*train.steps=0"),
         ({"train.microbatches": 3}, r"train.batch_size=8: must be divisible by .*=3"),
         (

@@ -730,7 +730,13 @@ def test_weights_asked_for_are_taken_even_if_they_may_not_fit(pairs):
         config_of(8, 2048), pairs["7b"], make_local_mesh(1), on(8), [KINDS["dense"]]
     )
     assert made.kind.name == "dense" and made.missing > 10e9
-    assert "too much" in "\n".join(made.lines())
+    said = re.search(
+        r"peak +[\d.]+ of ([\d.]+): ([\d.]+) with a margin of 3%, ([\d.]+) too much",
+        "\n".join(made.lines()),
+    )
+    assert said
+    limit, needed, missing = map(float, said.groups())
+    assert needed - limit == pytest.approx(missing, abs=0.011)
 
 
 @pytest.mark.slow

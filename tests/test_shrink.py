@@ -820,6 +820,9 @@ def test_a_damaged_time_of_a_step_is_refused(text, tmp_path, monkeypatch):
         UserError, match=r"run-1.pace.json: found a step.* Remove it and .*run-1, and"
     ):
         shrink._Work._fit_steps(work, kdjax.Config(), tmp_path / "run-1")
+    (tmp_path / "run-1.pace.json").unlink()
+    with pytest.raises(UserError, match=r"run-1: found a run without .*Name another --work"):
+        shrink._Work._fit_steps(work, kdjax.Config(), tmp_path / "run-1")
 
 
 @pytest.mark.parametrize(("saved", "steps"), [([], 5), ([0], 10)])
@@ -935,7 +938,11 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
     with monkeypatch.context() as patch:  # as of a model with experts
         patch.setattr(shrink.gptq, "suits", lambda _: False)
         assert run(exact, text, tmp_path, "--bits=6", "--no-train", "--overwrite") == 0
-    assert "\n| small.gguf, with importance | " in capsys.readouterr().out
+        assert "\n| small.gguf, with importance | " in capsys.readouterr().out
+        patch.setattr(shrink._Work, "weighed", "without importance")  # of which there is none
+        assert run(exact, text, tmp_path, "--bits=6", "--no-train", "--overwrite") == 0
+    names = re.findall(r"^\| (.+?) \| [\d.]+ \|", capsys.readouterr().out, re.M)
+    assert [x.split(", ")[1] for x in names] == ["without importance"] * 3
     flags = ["--bits=6", "--no-train", "--overwrite", f"--heldout={text}/a1*.py"]
     assert run(exact, text, tmp_path, *flags) == 2
     assert "found costs of rows" in capsys.readouterr().err and out.exists()
@@ -1181,11 +1188,11 @@ def test_the_command_trains_and_goes_on(exact, text, tmp_path, capsys, monkeypat
     assert names == [*untrained, "small.gguf, trained"]
     made = kdjax.open_checkpoint(tmp_path / "small.gguf")
     assert made.spec.tied and "output.weight" not in made.table  # the matrix is there once
-    assert run(exact, text, tmp_path, "--like=q4_0", "--seconds=1", "--overwrite") == 2
-    assert "Name another --work" in capsys.readouterr().err
     again = ["--like=q4_0", "--steps=3", "--learning-rate=0.5", "--overwrite"]
     assert run(exact, text, tmp_path, *again) == 0  # in a run of its own
     assert "| small.gguf, untrained: no step was better |" in capsys.readouterr().out
+    runs = sorted((tmp_path / "small.shrink").glob("run-*"))
+    assert [x.name.split("-", 2)[2] for x in runs] == ["7steps", "rate0.5-3steps"]
 
 
 @pytest.mark.parametrize(
@@ -1247,7 +1254,7 @@ def test_adapters_train_where_masters_do_not_fit(exact, text, tmp_path, capsys, 
     assert run(exact, text, tmp_path, *flags) == 0
     assert "| small.gguf, trained by adapters of rank 4 |" in capsys.readouterr().out
     settings, workdir = config[-1]
-    assert workdir.name.endswith("-rank4") and not list(workdir.parent.glob("start-*"))
+    assert workdir.name.endswith("-rank4-6steps") and not list(workdir.parent.glob("start-*"))
     job = assemble(settings, workdir)
     with contextlib.closing(Checkpoints(workdir, 2)) as checkpoints:
         state = checkpoints.restore(saved_steps(workdir)[-1], job.step.abstract, job.step.shardings)

@@ -313,7 +313,7 @@ def _parse(argv: Sequence[str] | None) -> RunCommand:
     if args.type.lower() not in kind.types:
         known = ", ".join(x.upper() for x in kind.types)
         raise UserError(f"found --type={args.type}; expected one of {known}.")
-    check_least(args, answers=1, max_tokens=2, rows=0)
+    check_least(args, answers=1, max_tokens=2, rows=0, seed=0)
     args.machine = find_machine(args, parser)
     check_target(args.out, folder=False, overwrite=args.overwrite)
     check_suffix(args.out, ".gguf")

@@ -315,10 +315,10 @@ def load_config(text: str) -> tuple[Config, str, dict[str, str], bool]:
     if not path.is_file():
         names = shipped()
         if file not in names:
-            known = ", ".join(names)
+            known, found = ", ".join(names), "a folder" if path.is_dir() else "no such file"
             near = suggest_path(file) or suggest(path.stem, names)
             raise MissingFileError(
-                f"--config={text}: no such file; expected a Python file with get_config() -> "
+                f"--config={text}: {found}; expected a Python file with get_config() -> "
                 f"Config, or a config that comes with kdjax: {known}.{near}"
             )
         path = names[file]

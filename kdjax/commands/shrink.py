@@ -114,6 +114,7 @@ _RANK = 64  # of adapters, where the masters of a training do not fit
 _LEAST_RANK = 4  # that is named where adapters do not fit
 _FLAGS = {"train.microbatches": "--microbatches"}  # that change no result, but what needs memory
 _READ = 64  # rows that importance and GPTQ read
+_STEPS = 600  # where neither --steps nor --seconds says how long
 _PACE = 6  # steps that are timed for --seconds; the first compiles
 
 
@@ -130,7 +131,7 @@ def _parser() -> Parser:
     add("--text", default=_TEXT, type=read_paths, metavar="PATHS", help=words)
     add_fields_flag(add)
     add("--heldout", default="", metavar="PATHS", help="text to judge by; default: 2%% of --text")
-    add("--steps", type=int, default=600, help="optimizer steps")
+    add("--steps", type=int, default=_STEPS, help="optimizer steps")
     add("--seconds", type=float, default=0.0, help="train for this time; 0: for --steps")
     add("--no-train", dest="train", action="store_false", help="round by GPTQ, train nothing")
     words = ", ".join(f"{rate:g} below {bits:g} bits a weight" for bits, rate in _RATES[:-1])
@@ -370,6 +371,11 @@ class _Work:
         source = TextSource(self.rows.train, batch_size=size, seed=0)
         return (source.next() for _ in range(max(1, _READ // size)))
 
+    @property
+    def weighed(self) -> str:
+        """Says whether roundings are weighted; of experts no importance is measured."""
+        return f"with{'out' * bool(self.checkpoint.spec.experts)} importance"
+
     def measure_importance(self) -> str:
         """Measures the importance of all inputs on text that trains; "" for experts."""
         if self.checkpoint.spec.experts:
@@ -424,7 +430,7 @@ class _Work:
         """Rounds the model; returns it packed, on the host, and how it was made."""
         form, masters, kept = self.begin(mixture, types, imatrix)
         packed = jax.device_get(jax.jit(form.pack)({}, kept, masters))
-        how = "by GPTQ" if gptq.suits(self.checkpoint.spec) else "with importance"
+        how = "by GPTQ" if gptq.suits(self.checkpoint.spec) else self.weighed
         return self.load().replace(params=packed), how
 
     def train(self, mixture: Mixture, types: Path, imatrix: str) -> tuple[Model, str]:
@@ -443,7 +449,10 @@ class _Work:
         bits = 8 * mixture.nbytes / count_weights(spec)
         config = _make_config(self.args, spec, str(types), start, bits)
         config.student.imatrix = "" if start else imatrix
-        how = f"-rank{rank}" * bool(rank) + (f"-rate{rate:g}" if rate else "")
+        # A run of another length is another run.
+        steps, seconds = self.args.steps, self.args.seconds
+        length = f"-{seconds:g}s" if seconds else f"-{steps}steps" * (steps != _STEPS)
+        how = f"-rank{rank}" * bool(rank) + (f"-rate{rate:g}" if rate else "") + length
         workdir = self.folder / f"run-{name}{how}"
         if self.args.seconds:
             self._fit_steps(config, workdir)
@@ -683,8 +692,8 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
     def written(file: Path) -> tuple[Any, int]:
         return _load(open_checkpoint(file), dtype="float32").params, file.stat().st_size
 
-    files = {f"{recipe}, with importance": named(Mixture.named(recipe, checkpoint.spec))}
-    files["chosen types, with importance"] = named(mixture)
+    files = {f"{recipe}, {work.weighed}": named(Mixture.named(recipe, checkpoint.spec))}
+    files[f"chosen types, {work.weighed}"] = named(mixture)
     with stage(args.out, folder=False, overwrite=args.overwrite) as aside:
         summary = export_gguf(student, aside)
         del student
@@ -692,7 +701,7 @@ def _shrink(args: argparse.Namespace, checkpoint: Checkpoint, goal: _Goal) -> No
         found = _prove(work, files)
         _write_card(args, work, mixture, found, free)  # first: a call that finds --out does nothing
     print(f"{args.out}: {summary}", "", *_format_table(found), sep="\n")
-    print(f"\nKL and agreement on {found[recipe + ', with importance']['positions']:,} positions")
+    print(f"\nKL and agreement on {next(iter(found.values()))['positions']:,} positions")
     out = shlex.quote(str(args.out))
     print("next:", f"  kdjax generate {out} {PROMPT}", f"  llama-server -m {out}", sep="\n")
 

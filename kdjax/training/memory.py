@@ -95,7 +95,8 @@ class Plan:
             for name, size in parts.items():
                 yield f"    {name:<51} {size / 1e9:8.2f}"
         limit = f"of {self.limit / 1e9:.2f}" if self.limit else "of an unknown amount"
-        verdict = f"{self.missing / 1e9:.2f} too much" if self.missing else "fits"
+        margin = f"{self.needed / 1e9:.2f} with a margin of {_MARGIN - 1:.0%}"
+        verdict = f"{margin}, {self.missing / 1e9:.2f} too much" if self.missing else "fits"
         least = f"; {self.least}" if self.least else ""
         yield f"  {'peak':<44} {self.peak / 1e9:8.2f} {limit}: {verdict}{least}"
         if self.saved:
