@@ -12,7 +12,7 @@ from typing import Any
 
 import lazy_loader
 
-__version__ = "0.3.3"
+__version__ = "0.3.4"
 
 _find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
