@@ -948,6 +948,15 @@ def test_the_command_makes_a_file_of_the_size(exact, text, tmp_path, capsys, mon
     assert "found costs of rows" in capsys.readouterr().err and out.exists()
 
 
+@pytest.mark.parametrize(("experts", "said"), [(0, "with importance"), (4, "without importance")])
+def test_of_experts_no_importance_is_measured_and_none_is_said(experts, said):
+    work = shrink._Work.__new__(shrink._Work)
+    work.checkpoint = SimpleNamespace(spec=SimpleNamespace(experts=experts))
+    assert work.weighed == said
+    if experts:
+        assert work.measure_importance() == ""
+
+
 @pytest.mark.parametrize(("gigabytes", "slots"), [(8, 8), (24, 64), (48, 256), (None, 256)])
 def test_texts_are_written_as_many_at_a_time_as_fit(gigabytes, slots):
     """A 7B: 15.2 GB of weights, and 44 MB of keys and values for each text of 768 ids."""
